@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from featstore_cli.demo_page import page
 from featstore_cli.main import cli
 from featstore_demo import bounds, runner, training, worker
 from featstore_demo import graph as demo_graph
@@ -28,9 +31,12 @@ from featstore_demo.worker import Job, read_job
 from rich.console import Console
 
 import featstore
+from featstore.base.sheets import safe
 from featstore.errors import ArgumentError, FeatstoreError, SourceError, StoreExistsError
 
 torch = pytest.importorskip("torch")
+
+NASTY = "<script>alert(1)</script>&'\""
 
 TINY = GraphRecipe(
     node_count=3000, edge_count=30_000, feature_count=64, class_count=4, signal=0.2, train_share=0.2
@@ -183,6 +189,7 @@ class Wrong:
 def test_training_shows_each_bit(graph: Any, topology: Any) -> None:
     plan = TrainingPlan(2, 64, (5, 4, 3), 16, 0, 4, 64)
     rows, seeds = np.load(graph.features), np.append(7, graph.train_idx[graph.train_idx != 7])
+    waits: list[float] = []
 
     def trained(rows: Any, plan: TrainingPlan = plan) -> tuple[list[float], list[str], Any]:
         losses: list[float] = []
@@ -192,12 +199,14 @@ def test_training_shows_each_bit(graph: Any, topology: Any) -> None:
             losses.append(loss)
             digests.append(digest(batch.x.numpy()))
 
-        model = train(plan, ArrayLoader(plan, topology, rows, seeds), topology["labels"], note, lambda: None)
+        model = train(plan, ArrayLoader(plan, topology, rows, seeds), topology["labels"], note, waits.append)
         return losses, digests, model
 
     memory, again = trained(rows), trained(rows)
     assert memory[:2] == again[:2]
     assert len(memory[0]) == 2 * -(-len(seeds) // 64)
+    assert len(waits) == 2 * 2
+    assert min(waits) > 0
     assert trained(Wrong(rows, 1))[1] != memory[1], "the last bit shows in the digests"
     assert trained(Wrong(rows, 1 << 23))[0] != memory[0], "a value of twice the size shows in the losses"
     assert trained(rows, replace(plan, seed=1))[0] != memory[0]
@@ -216,12 +225,13 @@ def test_an_array_loader_ends_in_time(graph: Any, topology: Any) -> None:
 @pytest.mark.usefixtures("here")
 def test_all_ways(tmp_path: Path) -> None:
     stages: list[str] = []
+    said: list[str] = []
 
     def note(stage: str, done: int, total: int) -> None:
         no_progress(stage, done, total)
         stages.append(stage)
 
-    report = run(recipe=TINY, workdir=tmp_path, progress=note, **SMALL)
+    report = run(recipe=TINY, workdir=tmp_path, progress=note, say=said.append, **SMALL)
     ways = {way.way: way for way in report.ways}
     assert tuple(ways) == WAYS
     assert report.good, [(way.way, report.wrong(way)) for way in report.ways]
@@ -245,13 +255,40 @@ def test_all_ways(tmp_path: Path) -> None:
         assert store.tables["features"].rows == 3000
     assert {"generate", "pack", *(f"{way}: train" for way in WAYS)} <= set(stages)
     assert set(json.loads(json.dumps(report.to_json()))["ways"]) == set(WAYS)
+    assert said[0] == "making up a graph of 3,000 nodes"
+    assert {line.split(":")[0] for line in said[2:]} == set(WAYS)
+    for way in report.ways:
+        assert 0 <= way.usual_wait_seconds <= way.usual_epoch_seconds == way.epoch_seconds[1]
+    assert report.times_memory(memory) == 1
     text = shown(report)
-    assert all(f"\n{way} " in text for way in WAYS)
+    assert text.count("█") > 50
+    assert all(text.count(f"\n{way} ") == 2 for way in WAYS), "in the table and in the picture"
+    the_page_says_the_same(report)
     assert "np.memmap: THE PAGE CACHE WAS NOT BOUNDED: a test" in text
-    assert text.count(f"= {memory.test_accuracy:.4f}") == 3
+    assert text.count(f"= {memory.test_accuracy:.1%}") == 3
     assert " others " in text
     assert "the same bits." in text
     differences_are_told(report)
+
+
+def the_page_says_the_same(report: DemoReport) -> None:
+    text = page(replace(report, graph=NASTY))
+    assert NASTY not in text
+    assert safe(NASTY) in text
+    for word in ("<script", "http", " src=", " href="):
+        assert word not in text.lower()
+    assert all(text.count(f"<td class=fs-l>{way}</td>") == 1 for way in WAYS)
+    (drawn,) = re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)
+    ElementTree.fromstring(drawn)
+    assert drawn.count("<rect") == 6 * (2 + 1) + sum(
+        report.read_bytes(way) is not None for way in report.ways
+    )
+    unknown = replace(report, ways=tuple(replace(way, read_bytes=None) for way in report.ways))
+    assert page(unknown).count(">not known<") == len(WAYS)
+    slow = replace(report.ways[1], epoch_seconds=[1e6, 1e6])
+    ways = report.ways[0], slow, *report.ways[2:]
+    assert 'd="M' in page(replace(report, ways=ways)), "what is cut is drawn as cut"
+    assert "//" in shown(replace(report, ways=ways))
 
 
 def differences_are_told(report: DemoReport) -> None:
@@ -273,7 +310,8 @@ def measured(losses: str, **more: Any) -> dict[str, Any]:
     """What a worker might send of two epochs of 2 mini-batches."""
     return {
         "losses": list(losses), "digests": list(losses.upper()), "row_counts": [1] * len(losses),
-        "epoch_steps": [2, 2], "epoch_seconds": [1.0, 1.0], "prepare_seconds": 0.0, "read_bytes": None,
+        "epoch_steps": [2, 2], "epoch_seconds": [1.0, 1.0], "wait_seconds": [0.5, 0.5],
+        "prepare_seconds": 0.0, "read_bytes": None,
         "baseline_rss_bytes": 1, "peak_rss_bytes": 2, "weights": "w",
     } | more  # fmt: skip
 
@@ -428,8 +466,8 @@ def shown(report: DemoReport) -> str:
 @pytest.mark.parametrize(
     ("row_values", "given", "expected"),
     [
-        (64, {}, (2, 128, (5, 3, 2))),
-        (1000, {}, (2, 64, (5, 3, 2))),
+        (64, {}, (6, 128, (5, 3, 2))),
+        (1000, {}, (3, 64, (5, 3, 2))),
         (8415, {}, (2, 32, (4, 3, 2))),
         (64, {"epochs": 1, "batch_size": 7, "fanouts": [2, -1]}, (1, 7, (2, -1))),
     ],

@@ -21,8 +21,8 @@ def _svg(width: float, height: float, label: str, body: Sequence[str]) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{safe(text, 40)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "middle", most: int = 80) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{safe(text, most)}</text>'
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, opacity: float = 0.25) -> str:
@@ -48,6 +48,9 @@ class _Axis:
         if log:
             low, high = math.floor(math.log10(low)), math.ceil(math.log10(high))
         self.low, self.high = low, high if high > low else low + 1
+        size = (self.high - self.low) / 4
+        unit = 10.0 ** math.floor(math.log10(size))
+        self._step = next(k * unit for k in (1, 2, 2.5, 5, 10) if k * unit >= size * 0.999)
 
     def place(self, value: float) -> float:
         """The place of a number."""
@@ -59,7 +62,8 @@ class _Axis:
         if self.log:
             step = max(1, math.ceil((self.high - self.low) / 8))
             return [10.0**k for k in range(int(self.low), int(self.high) + 1, step)]
-        return [self.low + (self.high - self.low) * k / 4 for k in range(5)]
+        count = math.floor((self.high - self.low) / self._step * 1.001)
+        return [self.low + self._step * k for k in range(count + 1)]
 
 
 def curves(
@@ -109,7 +113,7 @@ def columns(values: Sequence[float], across: str, up: str) -> str:
     body = []
     for tick in y.ticks():
         body += [_line(_LEFT, y.place(tick), _WIDTH - _RIGHT, y.place(tick))]
-        body += [_text(_LEFT - 5, y.place(tick) + 4, compact(round(tick, 2)), "end")]
+        body += [_text(_LEFT - 5, y.place(tick) + 4, compact(tick), "end")]
     for k, value in enumerate(values):
         top = y.place(value)
         body.append(
@@ -128,7 +132,7 @@ def stacks(
     body, height = [], 22
     for k, (name, parts) in enumerate(rows.items()):
         at, total = 150.0, sum(parts) or 1.0
-        body.append(_text(145, k * height + 15, name, "end"))
+        body.append(_text(145, k * height + 15, name, "end", 24))
         for number, value in enumerate(parts):
             wide = (_WIDTH - 150) * value / total
             title = f"{names[number]}: {words(value)}, {value / total:.1%}"
@@ -141,7 +145,7 @@ def stacks(
 
 
 def heat(shares: Sequence[Sequence[float]], label: str) -> str:
-    """A square for each number of a matrix, the darker the larger: by the square root of its part of the
+    """A square for each number of a matrix, the fuller the larger: by the square root of its part of the
     largest, so that small ones are seen."""
     side, most = min(24.0, 480 / max(1, len(shares))), max(max(row) for row in shares) or 1.0
     body = [
@@ -153,3 +157,37 @@ def heat(shares: Sequence[Sequence[float]], label: str) -> str:
     wide, high = side * len(shares[0]), side * len(shares)
     body.append(f'<rect width="{wide:.1f}" height="{high:.1f}" fill="none" stroke="currentColor"/>')
     return _svg(wide, high, label, body)
+
+
+def panels(
+    names: Sequence[str], values: Mapping[str, Sequence[Sequence[float] | None]],
+    words: Sequence[Callable[[float], str]], parts: Sequence[str], label: str,
+) -> str:  # fmt: skip
+    """Panels side by side, each with a title and a lying bar from 0 for each name, its length in words behind
+    it. ``values``: by title for each name one number, or one for each of ``parts``, or None where nothing is
+    known, and is grey where it has no parts; ``words``: of a panel's numbers. A bar of more than twice the
+    second longest is cut, and the cut drawn: else nothing could be told of the others."""
+    left, behind, height, top, width = 80, 72, 24, 26, 1.25 * _WIDTH
+    wide, bottom = (width - left) / len(values) - behind, top + len(names) * height
+    body = [_text(left - 8, top + k * height + 16, name, "end", 14) for k, name in enumerate(names)]
+    for number, (title, bars) in enumerate(values.items()):
+        x, say = left + number * (wide + behind), words[number]
+        lengths = [0.0, 0.0, *sorted(sum(bar) for bar in bars if bar is not None)]
+        most = min(lengths[-1], 2 * lengths[-2] or lengths[-1]) or 1.0
+        body += [_text(x, 14, title, "start"), _line(x, top - 4, x, bottom + 2, 0.6)]
+        for k, bar in enumerate(bars):
+            at, y = x, top + k * height
+            for part, value in enumerate(bar or ()):
+                long, whole = min(value / most * wide, x + wide - at), len(bar or ()) == 1
+                name = names[k] if whole else f"{names[k]}, {parts[part]}"
+                colour, said = _COLOURS[5 if whole else part], safe(f"{name}: {say(value)}")
+                body.append(
+                    f'<rect x="{at:.1f}" y="{y + 3}" width="{long:.1f}" height="18" '
+                    f'fill="{colour}"><title>{said}</title></rect>'
+                )
+                at += long
+            if sum(bar or ()) > most:
+                path = f"M{at - 16:.1f} {y + 24}l5 -24m4 0l-5 24"
+                body.append(f'<path d="{path}" fill="none" stroke="currentColor" stroke-width="1.5"/>')
+            body.append(_text(at + 5, y + 16, "not known" if bar is None else say(sum(bar)), "start", 14))
+    return _svg(width, bottom + 6, label, body) + _legend(parts)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from featstore_cli.options import SIZE, engine_option, json_option, settings, shared_options
-from featstore_cli.output import print_json, progress, show
+from featstore_cli.output import print_json, progress, remark, show
 
 
 @click.command("demo", context_settings={"show_default": True})
@@ -35,6 +35,12 @@ from featstore_cli.output import print_json, progress, show
     "--batch-size", type=click.IntRange(1), help="Seeds of a mini-batch.  [default: by the rows' size]"
 )
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of graph, sampling and training.")
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the table and a picture here, as one page that needs nothing else.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what --html names.")
 @engine_option
 @json_option
 @shared_options
@@ -48,6 +54,8 @@ def command(
     epochs: int | None,
     batch_size: int | None,
     seed: int,
+    html: Path | None,
+    overwrite: bool,
     engine: str,
     as_json: bool,
 ) -> None:
@@ -59,6 +67,12 @@ def command(
     """
     from featstore_demo import render, run
 
+    from featstore.storage.whole_files import check_free, write_whole
+
+    if overwrite and html is None:
+        raise click.UsageError("--overwrite goes with --html")
+    if html is not None:
+        check_free(html, overwrite)  # before the work
     with progress("starting", unit="steps") as tell:
         report = run(
             ways=ways,
@@ -70,7 +84,13 @@ def command(
             seed=seed,
             engine=None if engine == "auto" else engine,
             progress=tell,
+            say=remark,
         )
+    if html is not None:
+        from featstore_cli.demo_page import page
+
+        write_whole(html, page(report).encode(), overwrite)
+        remark(f"wrote {html}")
     if as_json:
         found = report.to_json()
         print_json(found.pop("schema"), found)

@@ -23,7 +23,7 @@ _SOURCES = ("device", "memory", "packed", "shared", "base")
 
 _PAGE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60em;margin:1.5em auto;padding:0 1em}
 :root{color-scheme:light dark}h1{font-size:1.4em;overflow-wrap:anywhere}h2{font-size:1.15em;margin-top:2em}
-svg.chart{width:100%;max-width:44em;height:auto;font-size:11px}
+svg.chart{width:100%;max-width:44rem;height:auto;font-size:11px}
 svg.mark{width:.7em;height:.7em}.legend span{margin-right:1em}.why{opacity:.8;font-style:italic}"""
 
 _ONE_PARTITION = '<p class="why">Not shown: there is one partition; order by a graph makes more</p>'
@@ -64,11 +64,16 @@ def page(store: Any, data: dict[str, Any], run: Any, memory_bytes: int, tell: Te
         except (NotThere, BudgetError) as why:
             drawn = f'<p class="why">Not shown: {safe(why)}</p>'
         body.append(f"<section><h2>{title}</h2>{drawn}</section>")
+    return document(store.path.name, str(store.path), "".join(body))
+
+
+def document(title: str, heading: str, body: str) -> str:
+    """A page that needs nothing else. ``body`` is HTML, the others are texts."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width"/>'
-        f"<title>featstore: {safe(store.path.name)}</title><style>{STYLE}{_PAGE}</style></head>"
-        f'<body class="fs"><h1>{safe(store.path)}</h1>{"".join(body)}</body></html>\n'
+        f"<title>featstore: {safe(title)}</title><style>{STYLE}{_PAGE}</style></head>"
+        f'<body class="fs"><h1>{safe(heading)}</h1>{body}</body></html>\n'
     )
 
 
@@ -182,7 +187,9 @@ def _between(name: str, one: GraphFacts) -> str:
         return _ONE_PARTITION
     cut = "" if one.cut is None else f"{one.cut:.1%} of the edges join two partitions. "
     groups = " x ".join(map(str, one.between.shape))
-    said = f"{cut}{groups} groups of partitions, sources down, targets across; the darker, the more edges."
+    said = (
+        f"{cut}{groups} groups of partitions, sources down, targets across; fuller squares have more edges."
+    )
     return f"<p>{said}</p>{heat(one.between.tolist(), f'edges between partitions of graph {name}')}"
 
 

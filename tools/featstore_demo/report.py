@@ -19,15 +19,22 @@ from featstore.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["TOLERANCE", "WAYS", "DemoReport", "Way", "held_against", "render"]
+__all__ = [
+    "COLUMNS", "TOLERANCE", "WAYS", "DemoReport", "Way", "cells", "facts", "heading", "held_against", "notes",
+    "render", "verdict",
+]  # fmt: skip
 
 SCHEMA = "featstore.demo/2"
 #: All ways to train, as the table has them.
 WAYS = ("memory", "np.memmap", "online", "compiled", "rolling", "partitions")
-#: By how much test accuracy may fall short where mini-batches differ. On the made-up graph, of which no order
-#: keeps most neighbours together, three seeds gave 0.6 points more to 2.4 less in mode partitions, and 0.3 to
-#: 1.4 less in mode compiled; rows of wrong nodes would cost tens of points.
+#: By how much test accuracy may fall short where mini-batches differ. On the made-up graph seed 0 gave 0.9
+#: points less in mode partitions and 0.3 in mode compiled; rows of wrong nodes would cost tens of points.
 TOLERANCE = 0.05
+#: Of the table; how many letters a bar has.
+COLUMNS = (
+    "ready", "epoch 0", "an epoch", "waiting", "x memory", "read", "peak", "same losses", "accuracy",
+)  # fmt: skip
+_BAR = 50
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class Way:
         losses: float.hex of each step's loss.
         digests, row_counts: of each mini-batch's rows, and how many.
         epoch_steps, epoch_seconds: one number an epoch.
+        wait_seconds: of each epoch, for which the loop had no mini-batch to train on: sampling, reading and
+            copying that nothing else went on beside.
         prepare_seconds: before the first epoch: rows brought into memory, or the loader opened.
         read_bytes: from disk, from there to the last step, by the kernel's account; None where it has none.
         baseline_rss_bytes: what the process held before the first row; ``peak_rss_bytes``: the most it ever
@@ -62,6 +71,7 @@ class Way:
     row_counts: Sequence[int]
     epoch_steps: Sequence[int]
     epoch_seconds: Sequence[float]
+    wait_seconds: Sequence[float]
     prepare_seconds: float
     read_bytes: int | None
     baseline_rss_bytes: int
@@ -81,6 +91,16 @@ class Way:
     def later_epoch_seconds(self) -> float | None:
         """The median of the epochs after the first; None where there was no other."""
         return median(self.epoch_seconds[1:]) if len(self.epoch_seconds) > 1 else None
+
+    @property
+    def usual_epoch_seconds(self) -> float:
+        """The median of the epochs after the first, or the first where there was no other."""
+        return median(self.epoch_seconds[1:] or self.epoch_seconds)
+
+    @property
+    def usual_wait_seconds(self) -> float:
+        """The median of the waiting of these epochs."""
+        return median(self.wait_seconds[1:] or self.wait_seconds)
 
     @property
     def beyond_bytes(self) -> int:
@@ -157,6 +177,16 @@ class DemoReport:
             return f"test accuracy {points}, more than {100 * TOLERANCE:.0f}: too few epochs, or a bug"
         return ""
 
+    def times_memory(self, way: Way) -> float:
+        """How many times as long as from memory an epoch takes."""
+        return way.usual_epoch_seconds / self.ways[0].usual_epoch_seconds
+
+    def read_bytes(self, way: Way) -> int | None:
+        """What a way reads from disk in all, extrapolated where it was ended early; None if not known."""
+        if way.read_bytes is None or not way.extrapolated:
+            return way.read_bytes
+        return round(way.read_bytes / len(way.losses) * len(self.ways[0].losses))
+
     @property
     def good(self) -> bool:
         """Whether nothing is wrong with any way."""
@@ -168,6 +198,9 @@ class DemoReport:
             way.way: asdict(way)
             | {
                 "later_epoch_seconds": way.later_epoch_seconds,
+                "usual_epoch_seconds": way.usual_epoch_seconds,
+                "usual_wait_seconds": way.usual_wait_seconds,
+                "times_memory": self.times_memory(way),
                 "beyond_bytes": way.beyond_bytes,
                 "wrong": self.wrong(way),
             }
@@ -177,51 +210,76 @@ class DemoReport:
 
 
 def render(report: DemoReport) -> Group:
-    """The report as a rich renderable: what was done, all ways in a table, and the verdict."""
+    """The report as a rich renderable: what was done, all ways in a table, a picture, and the verdict."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     done = Table.grid(padding=(0, 2))
-    for fact in _facts(report):
+    for fact in facts(report):
         done.add_row(*fact)
-    memory = format_bytes(report.memory_bytes)
     table = Table(
-        title=f"{report.graph}: GraphSAGE, {report.epochs} epochs, memory {memory}",
+        title=heading(report),
         title_justify="left",
         box=SIMPLE_HEAD,
-        collapse_padding=True,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
     table.add_column("", no_wrap=True)
-    for header in ("ready", "epoch 0", "later", "read", "peak", "same losses", "accuracy"):
-        table.add_column(header, justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
     for way in report.ways:
-        table.add_row(way.way, *_cells(report, way))
-    notes = [Text(f"{way.way}: {way.note}") for way in report.ways if way.note]
-    notes.append(
-        Text(
-            "ready: before epoch 0. later: the median of the epochs after it. read: from disk, in all. "
-            "peak: memory beyond what the process held before the first row, the training itself included. "
-            "same losses: to the bit as from memory, where mini-batches are the same; compiled repeats those "
-            "of epoch 0, partitions draws others. accuracy: on test nodes; =: the same weights. "
-            "~: extrapolated."
-        )
-    )
+        table.add_row(way.way, *cells(report, way))
+    text, good = verdict(report)
+    style = "bold green" if good else "bold red"
+    told = [Text(note) for note in notes(report)]
+    picture = [Text(line, no_wrap=True) for line in _picture(report)]
+    return Group(done, Text(), table, Text(), *picture, Text(), *told, Text(), Text(text, style=style))
+
+
+def heading(report: DemoReport) -> str:
+    """What was trained."""
+    memory = format_bytes(report.memory_bytes)
+    return f"{report.graph}: GraphSAGE, {report.epochs} epochs, memory {memory}"
+
+
+def notes(report: DemoReport) -> list[str]:
+    """What is to be known of some ways, and what the columns of the table mean."""
+    return [f"{way.way}: {way.note}" for way in report.ways if way.note] + [
+        "ready: before epoch 0. an epoch: the median of those after epoch 0. waiting: of it, without a "
+        "mini-batch to train on; from memory that is sampling and copying. read: from disk, in all. "
+        "peak: memory beyond what the process held before the first row, the training itself included. "
+        "same losses: to the bit as from memory, where mini-batches are the same; compiled repeats those "
+        "of epoch 0, partitions draws others. accuracy: on test nodes; =: the same weights. ~: extrapolated."
+    ]
+
+
+def verdict(report: DemoReport) -> tuple[str, bool]:
+    """Whether all is as it should be, in words, and as such."""
+    wrong = [f"{way.way.upper()}: {why}" for way in report.ways if (why := report.wrong(way))]
+    if wrong:
+        return "; ".join(wrong) + ". Please report what is a bug.", False
     rows = sum(sum(way.row_counts) for way in report.ways)
-    verdicts = [f"{way.way.upper()}: {wrong}" for way in report.ways if (wrong := report.wrong(way))]
-    verdict = (
-        "; ".join(verdicts) + ". Please report what is a bug."
-        if verdicts
-        else f"All {rows:,} rows are the source's, and all losses of the same mini-batches the same bits."
-    )
-    style = "bold red" if verdicts else "bold green"
-    return Group(done, Text(), table, Text(), *notes, Text(), Text(verdict, style=style))
+    return f"All {rows:,} rows are the source's, and all losses of the same mini-batches the same bits.", True
 
 
-def _facts(report: DemoReport) -> list[tuple[str, str]]:
+def _picture(report: DemoReport) -> list[str]:
+    """An epoch of each way as a bar of text; one of more than twice the second longest is cut."""
+    seconds = sorted(way.usual_epoch_seconds for way in report.ways)
+    unit = min(seconds[-1], 2 * seconds[-2] if len(seconds) > 1 else seconds[-1]) / _BAR
+    lines = ["an epoch: █ training, ░ waiting"]
+    for way in report.ways:
+        whole, waiting = way.usual_epoch_seconds / unit, way.usual_wait_seconds / unit
+        busy = min(_BAR, round(whole - waiting))
+        bar = "█" * busy + "░" * (min(_BAR, round(whole)) - busy)
+        bar = f"{bar[:-4]}//{bar[-2:]}" if whole > _BAR + 0.5 else bar
+        lines.append(f"{way.way:<10} {bar} {'~' if way.extrapolated else ''}{way.usual_epoch_seconds:.2f} s")
+    return lines
+
+
+def facts(report: DemoReport) -> list[tuple[str, str]]:
     """What was done, as (name, value)."""
     lines = [
         ("graph", f"{report.node_count:,} nodes, {report.edge_count:,} edges, {report.class_count} classes"),
@@ -240,23 +298,30 @@ def _facts(report: DemoReport) -> list[tuple[str, str]]:
     return lines
 
 
-def _cells(report: DemoReport, way: Way) -> list[str]:
-    later, read, about = way.later_epoch_seconds, way.read_bytes, "~" if way.extrapolated else ""
-    if read is not None and way.extrapolated:
-        read = round(read / len(way.losses) * len(report.ways[0].losses))
+def cells(report: DemoReport, way: Way) -> list[str]:
+    """The row of a way in the table, below :data:`COLUMNS`."""
+    read, about = report.read_bytes(way), "~" if way.extrapolated else ""
     if way.test_accuracy is not None:
-        accuracy = f"{way.test_accuracy:.4f}"
+        accuracy = f"{way.test_accuracy:.1%}"
     else:
-        accuracy = "-" if not way.weights_identical else f"= {report.ways[0].test_accuracy:.4f}"
+        accuracy = "-" if not way.weights_identical else f"= {report.ways[0].test_accuracy:.1%}"
     return [
         f"{way.prepare_seconds:.2f} s",
         f"{'' if len(way.epoch_seconds) > 1 else about}{way.epoch_seconds[0]:.2f} s",
-        "-" if later is None else f"{about}{later:.2f} s",
-        "-" if read is None else f"{about}{format_bytes(read)}",
-        format_bytes(way.beyond_bytes),
+        f"{about}{way.usual_epoch_seconds:.2f} s",
+        f"{about}{way.usual_wait_seconds:.2f} s",
+        f"{about}{report.times_memory(way):.2f}",
+        "-" if read is None else f"{about}{_short(read)}",
+        _short(way.beyond_bytes),
         _losses(report, way),
         accuracy,
     ]
+
+
+def _short(number: int) -> str:
+    """Bytes, without decimals where there are three digits before them."""
+    value, unit = format_bytes(number).split()
+    return f"{float(value):.0f} {unit}" if float(value) >= 100 else f"{value} {unit}"
 
 
 def _losses(report: DemoReport, way: Way) -> str:

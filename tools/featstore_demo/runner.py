@@ -14,16 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from featstore.errors import ArgumentError, FeatstoreError, SourceError, StoreExistsError
-from featstore.units import parse_bytes
+from featstore.units import format_bytes, parse_bytes
 from featstore_demo.bounds import memory_group
 from featstore_demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
 from featstore_demo.report import WAYS, DemoReport, Way, held_against
@@ -40,7 +41,7 @@ _START_WORKER = (
     "from featstore_demo.worker import serve; serve(sys.argv[1])"
 )
 _PACK_MEMORY = "512MiB"
-_STEPS_WANTED = 120
+_STEPS_WANTED = 400
 _EVALUATION_BYTES = 1 << 30
 _TESTED_MAX = 4000
 #: np.memmap is given so many seconds to train; what a whole epoch would take is extrapolated then.
@@ -71,6 +72,7 @@ def run(
     recipe: GraphRecipe | None = None,
     memmap_seconds: float = _MEMMAP_SECONDS,
     progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> DemoReport:
     """Pack a graph, train a model on it in several ways with the same seeds, and compare.
 
@@ -87,6 +89,7 @@ def run(
         engine: name of the I/O engine, else the loaders pick.
         memmap_seconds: np.memmap ends after so many seconds of training.
         progress: ``progress(stage, done, total)`` is called as things go on.
+        say: is told a sentence of each step when it begins or is done.
 
     Raises ArgumentError for a way that there is not, SourceError for a graph that cannot be used,
     StoreExistsError, ImportError where PyTorch is missing, FeatstoreError if a way fails (too little memory,
@@ -100,6 +103,7 @@ def run(
             raise ArgumentError(f"the demo knows {', '.join(WAYS)}, not {way!r}")
     memory_bytes = parse_bytes(memory)
     tell = progress if progress is not None else _no_progress
+    speak = say if say is not None else _unheard
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="featstore-demo-", dir=_parent(workdir)) as folder:
         scratch = Path(folder)
@@ -109,21 +113,25 @@ def run(
                 f"{store_path} exists, and the demo would write its own store there: move it away, or give "
                 "another directory"
             )
-        graph, generate_seconds = _graph(data, recipe or GraphRecipe(seed=seed), scratch, tell)
+        recipe = recipe or GraphRecipe(seed=seed)
+        speak(f"making up a graph of {recipe.node_count:,} nodes" if data is None else f"reading {data}")
+        graph, generate_seconds = _graph(data, recipe, scratch, tell)
         plan = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed)
         test_total, graph = len(graph.test_idx), _tested(graph, plan)
         write_topology(graph, scratch)
+        table_bytes = graph.row_bytes * graph.node_count
+        speak(f"packing its rows, {format_bytes(table_bytes)}")
         pack_seconds = _pack(graph, store_path, _partitions(graph, memory_bytes), seed, tell)
         job = Job(plan, "memory", str(scratch), str(store_path), memory_bytes, engine)
         _make_tiny(job)
-        trained = _Ways(job, graph, tell).train(ways or WAYS, memmap_seconds)
+        trained = _Ways(job, graph, tell, speak).train(ways or WAYS, memmap_seconds)
         return DemoReport(
             graph=graph.name,
             node_count=graph.node_count,
             edge_count=len(graph.indices),
             class_count=graph.class_count,
             row_bytes=graph.row_bytes,
-            table_bytes=graph.row_bytes * graph.node_count,
+            table_bytes=table_bytes,
             memory_bytes=memory_bytes,
             epochs=plan.epochs,
             batch_size=plan.batch_size,
@@ -143,6 +151,10 @@ def run(
 
 def _no_progress(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
+
+
+def _unheard(sentence: str) -> None:
+    """Nobody listens."""
 
 
 def _parent(workdir: str | os.PathLike[str] | None) -> str | None:
@@ -239,6 +251,7 @@ class _Ways:
     job: Job
     graph: DemoGraph
     tell: Progress
+    say: Callable[[str], None]
 
     def train(self, wanted: Sequence[str], memmap_seconds: float) -> tuple[Way, ...]:
         """The ways wanted, and memory, in the order of :data:`WAYS`."""
@@ -284,7 +297,11 @@ class _Ways:
 
     def _done(self, way: str, **more: Any) -> dict[str, Any]:
         """What the worker of a way found."""
-        return _in_own_process(replace(self.job, way=way, **more), self.tell)
+        found = _in_own_process(replace(self.job, way=way, **more), self.tell)
+        epoch, waits = (median(found[name][1:] or found[name]) for name in ("epoch_seconds", "wait_seconds"))
+        about = "about " if found.get("extrapolated") else ""
+        self.say(f"{way}: {about}{epoch:.2f} s an epoch, of which {waits:.2f} s waiting")
+        return found
 
 
 def _in_own_process(job: Job, tell: Progress) -> dict[str, Any]:

@@ -79,10 +79,10 @@ class ArrayLoader:
 
 def train(
     plan: TrainingPlan, batches: Iterable[Any], labels: NDArray[np.int64],
-    note_step: Callable[[Any, float], None], note_epoch: Callable[[], None],
+    note_step: Callable[[Any, float], None], note_epoch: Callable[[float], None],
 ) -> Any:  # fmt: skip
     """Train ``plan.epochs`` epochs; returns the model. ``note_step`` is called with each mini-batch and its
-    loss, ``note_epoch`` after each epoch."""
+    loss, ``note_epoch`` after each epoch with the seconds for which the loop had no mini-batch."""
     import torch
 
     torch.set_num_threads(_THREADS)
@@ -91,13 +91,19 @@ def train(
     model, wanted = _sage(plan), torch.from_numpy(labels)
     optimiser = torch.optim.Adam(model.parameters(), lr=plan.learning_rate)
     for _ in range(plan.epochs):
-        for batch in batches:
+        source, waited = iter(batches), 0.0
+        while True:
+            asked = time.perf_counter()
+            batch = next(source, None)
+            waited += time.perf_counter() - asked
+            if batch is None:
+                break
             optimiser.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(batch), wanted[batch.n_id[: batch.batch_size]])
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             note_step(batch, float(loss.detach()))
-        note_epoch()
+        note_epoch(waited)
     return model
 
 

@@ -118,6 +118,7 @@ def _from_array(job: Job, measured: _Measured) -> dict[str, Any]:
     steps, per_epoch = measured.epoch_steps[-1], len(batches)
     if steps < per_epoch:  # it was ended in the middle of an epoch
         measured.epoch_seconds[-1] *= per_epoch / steps
+        measured.wait_seconds[-1] *= per_epoch / steps
     results = measured.results() | {"extrapolated": len(measured.losses) < plan.epochs * per_epoch}
     if job.evaluate:
         found = ArrayLoader(plan, graph, rows, graph["test_idx"])
@@ -157,6 +158,7 @@ class _Measured:
         self.row_counts: list[int] = []
         self.epoch_steps: list[int] = []
         self.epoch_seconds: list[float] = []
+        self.wait_seconds: list[float] = []
         self._ids = _ids_path(job).open("wb") if job.keep_ids else None
 
     @contextmanager
@@ -192,11 +194,12 @@ class _Measured:
         plan = self._job.plan
         self._progress("train", 1 + len(self.epoch_steps), plan.epochs)
 
-    def _epoch(self) -> None:
+    def _epoch(self, waited: float) -> None:
         now, steps = time.perf_counter(), len(self.losses) - sum(self.epoch_steps)
         if steps:
             self.epoch_steps.append(steps)
             self.epoch_seconds.append(now - self._began)
+            self.wait_seconds.append(waited)
         self._began = now
 
     def results(self) -> dict[str, Any]:
@@ -204,6 +207,7 @@ class _Measured:
         return self._results | {
             "losses": self.losses, "digests": self.digests, "row_counts": self.row_counts,
             "epoch_steps": self.epoch_steps, "epoch_seconds": self.epoch_seconds,
+            "wait_seconds": self.wait_seconds,
         }  # fmt: skip
 
 
