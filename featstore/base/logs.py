@@ -7,8 +7,8 @@ program configures logging, or the environment has ``FEATSTORE_LOG=info``, which
 from __future__ import annotations
 
 import logging
-import os
 
+from featstore.base.environment import variable
 from featstore.errors import ArgumentError
 
 LOG = logging.getLogger("featstore")
@@ -29,4 +29,4 @@ def configure(said: str) -> None:
     LOG.propagate = False  # or a program that configures logging, too, has each line twice
 
 
-configure(os.environ.get("FEATSTORE_LOG", ""))
+configure(variable("FEATSTORE_LOG"))

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from featstore.base.environment import variable
 from featstore.base.files import read_small
 from featstore.base.folders import real_path
 from featstore.base.system import asking
@@ -95,7 +96,7 @@ DEFAULT = DeviceModel(
 def models_path() -> Path:
     """The file that keeps calibrated models: ``$FEATSTORE_CACHE`` or ``$XDG_CACHE_HOME/featstore``,
     ``devices.json``."""
-    override = os.environ.get("FEATSTORE_CACHE")
+    override = variable("FEATSTORE_CACHE")
     base = (
         Path(override)
         if override

@@ -2,7 +2,7 @@
 with PeerError, which names it, in time, and never with rows that are not the source's. A restart goes on with
 the mini-batches that were left.
 
-``FEATSTORE_FAULTS``: moments of each kind, 1 by default."""
+``FAULT_MOMENTS``: moments of each kind, 1 by default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("torch")
 import fault_hosts
 from test_split_training import graph_and_rows
 
-MOMENTS = int(os.environ.get("FEATSTORE_FAULTS", "1"))
+MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
 TIMEOUT_SECONDS, GRACE_SECONDS = 3, 4  # the grace is of a machine that has a few things to do
 START_SECONDS = 40.0
 KINDS = ["SIGKILL", "SIGSTOP", "cut"]

@@ -1,0 +1,33 @@
+"""Variables of the environment that the library reads. Spawned processes inherit them."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+
+from featstore.base.warning import warn
+
+_PREFIX = "FEATSTORE_"
+#: What each one says.
+VARIABLES = {
+    "FEATSTORE_CACHE": "folder of what `featstore calibrate` measures",
+    "FEATSTORE_LOG": "print what the library decides: `debug`, `info`, `warning` or `error`",
+}
+
+
+def variable(name: str) -> str:
+    """The text of one of :data:`VARIABLES`; empty where it is not set."""
+    assert name in VARIABLES
+    return os.environ.get(name, "")
+
+
+def warn_of_unknown() -> None:
+    """Name what begins like ours and is none: it would have no effect."""
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            near = get_close_matches(name, VARIABLES, 1)
+            hint = f"is {near[0]} meant?" if near else f"there are {', '.join(VARIABLES)}"
+            warn(f"the environment has {name}, which featstore does not read: {hint}")
+
+
+warn_of_unknown()
