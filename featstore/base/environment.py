@@ -25,7 +25,7 @@ def warn_of_unknown() -> None:
     """Name what begins like ours and is none: it would have no effect."""
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in VARIABLES:
-            near = get_close_matches(name, VARIABLES, 1)
+            near = get_close_matches(name, VARIABLES, 1, cutoff=0.85)
             hint = f"is {near[0]} meant?" if near else f"there are {', '.join(VARIABLES)}"
             warn(f"the environment has {name}, which featstore does not read: {hint}")
 
