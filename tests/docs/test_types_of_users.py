@@ -1,0 +1,69 @@
+"""What type checkers see of the library in a user's program: they check this file, where ``assert_type``
+fails unless a type is what it says. A test runs the same lines."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import assert_type
+
+import numpy as np
+import pytest
+
+import featstore
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(folder: Path) -> int:
+    rows = np.arange(400, dtype=np.float32).reshape(100, 4)
+    edges = np.stack([np.arange(100), (np.arange(100) + 1) % 100])
+    assert_type(featstore.__version__, str)
+    store = featstore.pack(folder / "s", rows, graph=edges, arrays={"train": np.arange(100)})
+    assert_type(store, featstore.Store)
+    with featstore.open(folder / "s") as opened:
+        assert_type(opened, featstore.Store)
+        assert_type(opened.table("features").rows, int)
+        with opened.reader(memory="16MiB") as reader:
+            request = reader.submit([1, 2])
+            assert_type(request.done(), bool)
+            assert_type(reader.memory(), dict[str, int])
+            assert_type(reader.plan([1]).forecast_seconds, float)
+            assert request.result().shape == (2, 4)
+        steps = 0
+        with opened.loader(seeds="train", fanouts=(3,), batch_size=10, memory="64MiB") as loader:
+            assert_type(len(loader), int)
+            for batch in loader:
+                steps += batch.batch_size
+        try:
+            opened.reader(memory=1)
+        except featstore.errors.BudgetError as error:
+            assert_type(error.needed_bytes, int)
+    store.close()
+    return steps
+
+
+def test_it_runs(tmp_path: Path) -> None:
+    assert program(tmp_path) == 100
+
+
+@pytest.mark.timeout(300)  # where mypy has not looked at the library before
+@pytest.mark.parametrize("wrong", [False, True])
+def test_mypy_sees_these_types(wrong: bool, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    text = Path(__file__).read_text()
+    path.write_text(text.replace("done(), bool)", "done(), str)") if wrong else text)
+    words = [sys.executable, "-m", "mypy", "--no-warn-unused-configs", str(path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    if wrong:
+        assert 'Expression is of type "bool", not "str"' in done.stdout
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+def test_pyright_sees_these_types() -> None:
+    done = subprocess.run(["pyright", __file__], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout
