@@ -323,6 +323,8 @@ LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
          "--trials", 1, "--step-ms", 1),
         set(),
     ),
+    "plan-memory": (("plan-memory", "{root}/graph"), set()),
+    "completion": (("completion", "bash"), set()),
     "loader-costs": (
         ("loader-costs", "{root}/graph", "--fanouts", 2, "--batch-size", 20, "--memory", "16MiB",
          "--seconds", 1, "--share", 1),
