@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from featstore.adapters.pyg_loader import attached, edge_table_of, refuse, warn_of
-from featstore.adapters.pyg_types import edges_of, numbered, put_links, typed_attached, typed_link_batches
+from featstore.adapters.pyg_types import (
+    canonical,
+    check_links_numbered,
+    edges_of,
+    numbered,
+    put_links,
+    typed_attached,
+    typed_link_batches,
+    without_numbers,
+)
 from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
 from featstore.errors import ArgumentError, BudgetError, MissingPackageError, SourceError
 from featstore.hosts.split_store import WholeStore
@@ -39,9 +48,10 @@ class LinkNeighborLoader:
     """Mini-batches as PyG's ``torch_geometric.loader.LinkNeighborLoader`` gives them, from a store.
 
     Each is a ``Data`` as of :class:`~featstore.adapters.pyg_loader.NeighborLoader`, with ``input_id`` int64
-    [b] (the links' numbers) and ``edge_label_index``, ``edge_label`` and ``edge_label_time``, or of triplets
-    ``src_index``, ``dst_pos_index``, ``dst_neg_index`` and ``seed_time``, in the layout of PyG's
-    (:class:`featstore.sampling.links.LinkSubgraph`). Negatives may be edges, as PyG's may.
+    [b] (the links' numbers; not of all edges of a graph that does not keep these) and ``edge_label_index``,
+    ``edge_label`` and ``edge_label_time``, or of triplets ``src_index``, ``dst_pos_index``, ``dst_neg_index``
+    and ``seed_time``, in the layout of PyG's (:class:`featstore.sampling.links.LinkSubgraph`). Negatives may
+    be edges, as PyG's may.
 
     Of a store with edge types each is a ``HeteroData``, with what is of the links at their edge type, and the
     indices of triplets at the types of their ends.
@@ -51,8 +61,9 @@ class LinkNeighborLoader:
             into ``memory``.
         num_neighbors: neighbours per node and hop, -1 for all; with edge types also a mapping of these.
         edge_label_index: links, integers [2, l] (tensor, array), the name of an array in the store, or None
-            for all edges of the graph: in the order of their numbers where it keeps these. With edge types
-            one of these, for all its edges, or a pair of it and links.
+            for all edges of the graph: in the order of their numbers where it keeps these; where it does not,
+            labels and times of them are refused. With edge types one of these, for all its edges, or a pair
+            of it and links; its two types of nodes alone where no other joins them.
         edge_label: labels [l], or the name of an array. With binary negatives, labels that begin with 0 are
             one more in mini-batches, where 0 is a negative's.
         edge_label_time: int64 [l], times of the links; needs ``time_attr``.
@@ -101,19 +112,28 @@ class LinkNeighborLoader:
             "drop_last": as_flag(drop_last or False, "drop_last"),
         }  # fmt: skip
         self._type: EdgeType | None = None  # of the links, where there are several
+        self._unnumbered: list[EdgeType] = []  # edge types whose edges have no numbers
         edges: Any
         if data.edge_types and graph is None:
             batches, self._type, needed = typed_link_batches(
-                data, edge_label_index, num_neighbors, said, memory_bytes, seed, negatives=negatives, **given
+                data,
+                edge_label_index,
+                canonical(num_neighbors),
+                said,
+                memory_bytes,
+                seed,
+                negatives=negatives,
+                **given,
             )
-            names, edges = typed_attached(data, attach), numbered(data)
+            unnumbered = self._unnumbered = without_numbers(data, said.get("subgraph_type"))
+            names, edges = typed_attached(data, attach, unnumbered), numbered(data, unnumbered)
         else:
             of = graph_of(data, graph)
             batches, needed = self._batches(
                 data, of, num_neighbors, edge_label_index, said, memory_bytes, seed, negatives, given
             )
             names, edges = (
-                attached(data, of.table.rows, attach),
+                attached(data, of.table.rows, attach, options),
                 edge_table_of(data, of.name, options.get("mode")),
             )
         self.loader = Loader(
@@ -135,9 +155,12 @@ class LinkNeighborLoader:
             raise BudgetError(needed + 1, memory_bytes, "hold the graph, which links are sampled from")
         sampler = GraphInMemory(graph, as_fanouts(fanouts), seed, graph.has_edge_ids, named)
         ends = _array(data, links, "edge_label_index")
+        numbered = ends is not None or sampler.edge_ids is not None
         if ends is None:
+            check_links_numbered(sampler.edge_ids, given)
             ends = edges_of(sampler.indptr, sampler.indices, sampler.edge_ids)
-        return LinkBatches(LinkSampler(sampler, negatives=negatives), ends, **given), needed
+        of = LinkSampler(sampler, negatives=negatives)
+        return LinkBatches(of, ends, numbered=numbered, **given), needed
 
     def __len__(self) -> int:
         """Mini-batches of an epoch, this rank's."""
@@ -152,6 +175,8 @@ class LinkNeighborLoader:
                 for kind in {self._type[0], self._type[2]}:
                     made[kind].pop("batch_size", None)
                 put_links(made, batch.sample, self._type)
+                for edge_type in self._unnumbered:
+                    made[edge_type].pop("e_id", None)
             del batch
             yield made if self._transform is None else self._transform(made)
             del made

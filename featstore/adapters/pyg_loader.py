@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.adapters.pyg_types import numbered, typed_attached, typed_seeds
+from featstore.adapters.pyg_types import canonical, numbered, typed_attached, typed_seeds, without_numbers
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
-from featstore.storage.relations import graph_of, is_edge_table, node_tables
+from featstore.sampling.minibatch import OF_LINKS
+from featstore.storage.relations import graph_of, graph_of_array, is_edge_table, node_tables
 from featstore.storage.store import OpenStore
 
 try:
@@ -46,13 +47,14 @@ class NeighborLoader:
     """Mini-batches as PyG's ``torch_geometric.loader.NeighborLoader`` gives them, from a store.
 
     Each is a ``Data`` with ``x`` [m, *row shape], ``edge_index`` int64 [2, k], ``n_id`` int64 [m] (the seeds
-    first), ``batch_size``, ``input_id`` int64 [b] (places of the seeds in ``input_nodes``),
-    ``num_sampled_nodes`` and ``num_sampled_edges``, and the store's arrays that have a value for each node
-    (``y``, ``train_mask`` ...), of its nodes; as in PyG, what has as many values as there are nodes is taken
-    for theirs. An array whose name means something else in a ``Data`` is left out, with a warning. Where the
-    graph keeps the numbers of its edges, there is ``e_id`` int64 [k], and ``edge_attr`` [k, *row shape], the
-    rows of the store's only table of edges, if it has one; what of edges mini-batches cannot have, a warning
-    says.
+    first), ``batch_size``, ``input_id`` int64 [b] (places of the seeds in ``input_nodes``; of a mask, as in
+    PyG, their ids), ``num_sampled_nodes`` and ``num_sampled_edges``, and the store's arrays that have a value
+    for each node (``y``, ``train_mask`` ...), of its nodes; as in PyG, what has as many values as there are
+    nodes is taken for theirs. An array whose name means something else in a ``Data`` is left out, with a
+    warning. Where the graph keeps the numbers of its edges, there is ``e_id`` int64 [k], ``edge_attr``
+    [k, *row shape], the rows of the store's only table of edges, if it has one, and the arrays that have a
+    value for each edge (``edge_weight``, ``edge_time`` ...), of its edges; what of edges mini-batches cannot
+    have, a warning says.
 
     ``replace``, ``disjoint``, ``subgraph_type``, ``weight_attr``, ``time_attr``, ``temporal_strategy`` and
     ``input_time`` are PyG's, and hold the graph in memory; ``weight_attr`` and ``time_attr`` are names of
@@ -60,7 +62,9 @@ class NeighborLoader:
     [b].
 
     Of a store with edge types each is a ``HeteroData`` with all of this by type: arrays of nodes are those
-    called ``TYPE.NAME``, and ``edge_attr`` is of every edge type whose table and numbers the store has.
+    called ``TYPE.NAME``, and ``edge_attr`` is of every edge type whose table and numbers the store has. With
+    ``subgraph_type="bidirectional"`` an edge type that another one leads back has no ``e_id``, nor anything
+    of edges, as in PyG: edges that the other one brought have no number.
 
     Args:
         data: an open store with one table of nodes and a graph, or with edge types.
@@ -70,7 +74,8 @@ class NeighborLoader:
             one of these (or None), or the type alone for all its nodes.
         transform: is called with each ``Data``, and gives what the loop gets.
         batch_size, shuffle, drop_last: as of torch's ``DataLoader``.
-        attach: names of the arrays that mini-batches have; by default all that have a value for each node.
+        attach: names of the arrays that mini-batches have, and that are held in ``memory``; by default all
+            that have a value for each node or for each edge.
         memory: budget of all of this, see :class:`featstore.loaders.options.LoaderOptions`.
         options: further ones of :meth:`featstore.Store.loader` (``mode=``, ``seed=``, ``rank=`` ...); and
             those of PyG's and torch's loaders.
@@ -103,19 +108,27 @@ class NeighborLoader:
         fanouts: Any = num_neighbors
         edges: Any
         self._type: str | None = None  # of the seeds, where there are several
+        self._unnumbered: list[Any] = []  # edge types whose edges have no numbers
         if data.edge_types and options.get("graph") is None:
             seeds = typed_seeds(data, input_nodes)
-            self._type, self._seeds = seeds.node_type, seeds.ids
-            table, names, edges = data.tables[seeds.node_type], typed_attached(data, attach), numbered(data)
+            self._type, self._seeds, masked = seeds.node_type, seeds.ids, is_mask(data, input_nodes)
+            fanouts = canonical(fanouts)
+            self._unnumbered = without_numbers(data, options.get("subgraph_type"))
+            table = data.tables[seeds.node_type]
+            names, edges = (
+                typed_attached(data, attach, self._unnumbered), numbered(data, self._unnumbered),
+            )  # fmt: skip
             given: Any = (seeds.node_type, seeds.ids)
         else:
             if isinstance(num_neighbors, Mapping):
                 raise SourceError("num_neighbors by edge type is of a store with edge types; this has none")
             table = graph_of(data, options.get("graph")).table
             given = self._seeds = seeds_of(data, input_nodes, table.rows)
-            names, fanouts = attached(data, table.rows, attach), as_fanouts(num_neighbors)
+            masked = is_mask(data, input_nodes)
+            names, fanouts = attached(data, table.rows, attach, options), as_fanouts(num_neighbors)
             edges = edge_table_of(data, options.get("graph"), options.get("mode"))
         self._order = np.argsort(self._seeds, kind="stable")
+        self._input_ids = self._seeds if masked else None  # what PyG calls seeds of a mask by
         self._times = _times(data, options, table.rows, self._type)
         self.loader = Loader(
             data, seeds=given, fanouts=fanouts, batch_size=batch_size,
@@ -138,7 +151,9 @@ class NeighborLoader:
             if not np.array_equal(self._seeds[places], seeds):
                 raise SourceError("a mini-batch has seeds that are none of input_nodes")
             to = made if self._type is None else made[self._type]
-            to.input_id = torch.from_numpy(places)
+            to.input_id = torch.from_numpy(places if self._input_ids is None else self._input_ids[places])
+            for edge_type in self._unnumbered:
+                made[edge_type].pop("e_id", None)
             if self._times is not None:
                 times, of_nodes = self._times
                 to.seed_time = torch.from_numpy(times[seeds if of_nodes else places].astype(np.int64))
@@ -192,6 +207,15 @@ def seeds_of(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ArgumentError(f"input_nodes must be node ids or a mask, not {shown(given)}")
     return found.astype(np.int64)
+
+
+def is_mask(store: OpenStore, given: Any) -> bool:
+    """Whether seeds were given as a mask, which ``seeds_of`` or ``typed_seeds`` has checked."""
+    kind, given = given if isinstance(given, tuple) else (None, given)
+    if isinstance(given, str):
+        name = given if kind is None or given in store.manifest.arrays else f"{kind}.{given}"
+        given = store.arrays[name] if name in store.manifest.arrays else None
+    return getattr(given, "dtype", np.asarray(given).dtype) in (torch.bool, np.dtype(bool))
 
 
 def refuse(options: dict[str, Any]) -> None:
@@ -248,11 +272,12 @@ def edge_table_of(store: OpenStore, graph: str | None, mode: str | None) -> str 
     return None
 
 
-def attached(store: OpenStore, nodes: int, attach: Any) -> Any:
+def attached(store: OpenStore, nodes: int, attach: Any, options: Mapping[str, Any]) -> Any:
     """Names of the arrays that mini-batches have. Raises ArgumentError."""
-    names = _of_nodes(store, nodes) if attach is None else attach
+    names = _of_all(store, nodes, options) if attach is None else attach
     for name in [names] if isinstance(names, str) else names:
-        if _means_else(name):
+        known = isinstance(name, str) and name in store.manifest.arrays
+        if _means_else(name, of_edges=known and graph_of_array(store, name) is not None):
             raise ArgumentError(f"attach: {name!r} means something else in PyG's Data; leave it out")
     return names
 
@@ -270,19 +295,33 @@ def _times(store: OpenStore, options: dict[str, Any], nodes: int, kind: str | No
     return None if entry is None or entry.shape != [nodes] else (store.arrays[name], True)
 
 
-def _of_nodes(store: OpenStore, nodes: int) -> list[str]:
-    """Names of the arrays that have a value for each node; a warning for those that a ``Data`` has no place
-    for."""
-    found = [name for name, entry in store.manifest.arrays.items() if entry.shape[:1] == [nodes]]
-    wrong = [name for name in found if _means_else(name)]
+def _of_all(store: OpenStore, nodes: int, options: Mapping[str, Any]) -> list[str]:
+    """Names of the arrays that have a value for each node, or for each edge; a warning for those that a
+    ``Data`` has no place for, and for those of edges without numbers."""
+    arrays = store.manifest.arrays
+    of_edges = {name: graph for name in arrays if (graph := graph_of_array(store, name)) is not None}
+    found = [name for name, entry in arrays.items() if name in of_edges or entry.shape[:1] == [nodes]]
+    wrong = [name for name in found if _means_else(name, of_edges=name in of_edges)]
     if wrong:
         warnings.warn(
             f"mini-batches do not have {', '.join(wrong)}: the name means something else in PyG's Data; pack "
             "it under another one",
             FeatstoreWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-    return [name for name in found if name not in wrong]
+    parts = options.get("mode") == "partitions" and store.on_disk is not store
+    lost = [
+        name for name, graph in of_edges.items()
+        if name not in wrong and (parts or not getattr(graph, "has_edge_ids", False))
+    ]  # fmt: skip
+    if lost:
+        warnings.warn(
+            f"mini-batches do not have {', '.join(lost)}: values of edges, whose numbers the graph does not "
+            "know; pack it with edge_ids=True",
+            FeatstoreWarning,
+            stacklevel=4,
+        )
+    return [name for name in found if name not in (*wrong, *lost)]
 
 
 #: Names that PyG gives to what is of each node.
@@ -291,9 +330,10 @@ _OF_NODES = ("y", "pos", "time", "z")
 _TAKEN = ("n_id", "e_id", "input_id", "input_type", "batch", "ptr", "adj", "adj_t", "index", "sample")
 
 
-def _means_else(name: Any) -> bool:
-    """Whether what is called so is no value of each node in a mini-batch of PyG's."""
-    if not isinstance(name, str) or name in _OF_NODES:
+def _means_else(name: Any, of_edges: bool = False) -> bool:
+    """Whether what is called so is no value of each node, or of each edge, in a mini-batch of PyG's."""
+    if not isinstance(name, str) or (name == "edge_weight" if of_edges else name in _OF_NODES):
         return False
-    taken = name in _TAKEN or name.startswith(("edge_", "num_", "_"))
+    taken = name in (*_TAKEN, *OF_LINKS) or name.startswith(("num_", "_"))
+    taken = taken or (name.startswith("edge_") and not of_edges)
     return taken or hasattr(Data, name) or hasattr(Batch, name)

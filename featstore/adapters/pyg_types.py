@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import shown
-from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning
+from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
 from featstore.sampling.minibatch import OF_LINKS
+from featstore.sampling.reverse import reverses
 from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
 from featstore.storage.edge_types import EdgeType, joined_name
+from featstore.storage.relations import graph_of_array
 from featstore.storage.store import OpenStore
 
+#: What an edge type of a mini-batch has by itself.
+_OF_EDGES = ("edge_index", "edge_attr", "e_id", "num_sampled_edges", "adj_t", *OF_LINKS)
 #: What a node type of a mini-batch has by itself.
 _TAKEN = ("x", "n_id", "num_nodes", "num_sampled_nodes", "batch_size", "batch", "input_id", "seed_time")
 
@@ -40,24 +44,49 @@ def typed_seeds(store: OpenStore, given: Any) -> TypedSeeds:
     return TypedSeeds.of(store, given)
 
 
-def typed_attached(store: OpenStore, attach: Any) -> Any:
-    """Names of the arrays that mini-batches have: all ``TYPE.NAME`` with a value for each node of the type,
-    unless some are named; a warning for those that mini-batches have no place for."""
+def canonical(given: Any) -> Any:
+    """Numbers of neighbours whose edge types may be pairs of node types, as PyG takes them."""
+    if not isinstance(given, Mapping):
+        return given
+    return {
+        (key[0], "to", key[1]) if isinstance(key, tuple) and len(key) == 2 else key: one
+        for key, one in given.items()
+    }
+
+
+def without_numbers(store: OpenStore, subgraph: Any) -> list[EdgeType]:
+    """The edge types whose mini-batches have edges without a number: those that another one leads back."""
+    if getattr(subgraph, "value", subgraph) != "bidirectional":
+        return []
+    return [of for of, back in reverses(store.edge_types).items() if back != of]
+
+
+def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]) -> Any:
+    """Names of the arrays that mini-batches have: all ``TYPE.NAME`` with a value for each node or edge of the
+    type, unless some are named; a warning for those that mini-batches have no place for, or whose edges have
+    no numbers."""
     if attach is not None:
         return attach
     found: list[str] = []
     wrong: list[str] = []
+    lost: list[str] = []
     for name, entry in store.manifest.arrays.items():
         kind, _, rest = name.partition(".")
-        if kind in store.node_types and entry.shape[:1] == [store.tables[kind].rows]:
+        graph = graph_of_array(store, name)
+        if graph is not None:
+            numbers = graph.has_edge_ids and graph.edge_type not in unnumbered
+            fits = rest.isidentifier() and rest not in _OF_EDGES
+            (wrong if not fits else found if numbers else lost).append(name)
+        elif kind in store.node_types and entry.shape[:1] == [store.tables[kind].rows]:
             (found if rest.isidentifier() and rest not in _TAKEN else wrong).append(name)
-    if wrong:
-        warnings.warn(
-            f"mini-batches do not have {', '.join(wrong)}: the name means something else there; pack it "
-            "under another one",
-            FeatstoreWarning,
-            stacklevel=3,
-        )
+    for names, why in (
+        (wrong, "the name means something else there; pack it under another one"),
+        (lost, "values of edges without numbers: pack the graph with edge_ids=True, and take no "
+               "subgraph_type='bidirectional'"),
+    ):  # fmt: skip
+        if names:
+            text = f"mini-batches do not have {', '.join(names)}: {why}"
+            warnings.warn(text, FeatstoreWarning, stacklevel=3)
     return found
 
 
@@ -68,8 +97,7 @@ def typed_link_batches(
     """Mini-batches around links of an edge type, which ``given`` is, or a pair of it and the links (None for
     all edges, by their numbers where the graph keeps these); that type; and what the graphs in memory take.
     Raises ArgumentError, BudgetError, UnknownNameError."""
-    if isinstance(given, tuple) and len(given) == 3:
-        given = (given, None)
+    given = _named_type(store, given)
     if not (isinstance(given, tuple) and len(given) == 2 and given[0] in store.edge_types):
         known = ", ".join(map(repr, store.edge_types))
         raise ArgumentError(
@@ -83,11 +111,32 @@ def typed_link_batches(
         raise BudgetError(needed + 1, memory_bytes, "hold the graphs, which links are sampled from")
     held = TypedInMemory(store, link_type[0], fanouts, seed, options=options.read())
     sampler = LinkSampler(held.sampler, link_type=link_type, negatives=negatives)
+    numbers = held.sampler.edge_ids.get(link_type)
+    numbered = ends is not None or numbers is not None
     if ends is None:
-        ends = edges_of(*held.sampler.graphs[link_type], held.sampler.edge_ids.get(link_type))
+        check_links_numbered(numbers, links)
+        ends = edges_of(*held.sampler.graphs[link_type], numbers)
     elif hasattr(ends, "cpu"):
         ends = ends.cpu().numpy()
-    return LinkBatches(sampler, ends, **links), link_type, needed
+    return LinkBatches(sampler, ends, numbered=numbered, **links), link_type, needed
+
+
+def _named_type(store: OpenStore, given: Any) -> Any:
+    """A pair of an edge type and links, or None for all edges, of what may be the type alone, and may name it
+    by its two types of nodes, as PyG takes it. Raises ArgumentError where several may be meant."""
+    if isinstance(given, tuple) and given and isinstance(given[0], str):
+        given = (given, None)
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], tuple)):
+        return given
+    named, links = given
+    if len(named) == 2:
+        found = [one for one in store.edge_types if (one[0], one[2]) == named]
+        if len(found) > 1:
+            raise ArgumentError(
+                f"edge_label_index: {named} may be any of {', '.join(map(repr, found))}; name all three"
+            )
+        named = found[0] if found else named
+    return named, links
 
 
 def edges_of(
@@ -102,6 +151,17 @@ def edges_of(
     return links
 
 
+def check_links_numbered(edge_ids: Any, given: Mapping[str, Any]) -> None:
+    """Raise SourceError for labels or times of all edges where nobody knows which edge each is of."""
+    told = [name for name in ("labels", "times") if given.get(name) is not None]
+    if edge_ids is None and told:
+        names = " and ".join(f"edge_label{'_time' if one == 'times' else ''}=" for one in told)
+        raise SourceError(
+            f"{names} of all edges go by their numbers, which the graph does not keep, and would be of other "
+            "edges: give edge_label_index=, or pack with edge_ids=True"
+        )
+
+
 def put_links(data: Any, sample: Any, link_type: EdgeType) -> None:
     """Put what a mini-batch has of its links to where PyG's ``HeteroData`` have it."""
     import torch
@@ -114,19 +174,21 @@ def put_links(data: Any, sample: Any, link_type: EdgeType) -> None:
                 data[key][name] = torch.as_tensor(sample[name])
 
 
-def numbered(store: OpenStore) -> list[str]:
+def numbered(store: OpenStore, unnumbered: Sequence[EdgeType]) -> list[str]:
     """The tables of edges whose rows mini-batches have; a warning for those whose rows nobody could find."""
     there = {joined_name(edge_type) for edge_type in store.edge_types} & set(store.tables)
     found = [
         name for name in store.tables
         if name in there and store.graphs[name].has_edge_ids
+        and store.graphs[name].edge_type not in unnumbered
         and store.graphs[name].edges == store.tables[name].rows
     ]  # fmt: skip
     missing = sorted(there - set(found))
     if missing:
         warnings.warn(
-            f"mini-batches have no edge_attr of {', '.join(missing)}: the graph does not number the rows; "
-            "pack it with edge_ids=True",
+            f"mini-batches have no edge_attr of {', '.join(missing)}: the graph does not number the rows, or "
+            "edges are among them that have none: pack it with edge_ids=True, and take no "
+            "subgraph_type='bidirectional'",
             FeatstoreWarning,
             stacklevel=3,
         )

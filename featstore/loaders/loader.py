@@ -10,6 +10,8 @@ What the modes (:mod:`featstore.loaders.modes`) differ in is which rows are want
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
@@ -30,6 +32,18 @@ from featstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
+
+_open_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close what a program left open, before readers are closed and the interpreter stops threads: an
+    iteration under way would wait for these for ever."""
+    for loader in list(_open_loaders):
+        loader.close()
+
+
+atexit.register(_close_all)
 
 
 class Loader(Shown, LoaderBase):
@@ -79,6 +93,7 @@ class Loader(Shown, LoaderBase):
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
         self._resumed = False  # a state was loaded since the last iteration
+        _open_loaders.add(self)
 
     # Going through it.
 

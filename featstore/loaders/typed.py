@@ -22,15 +22,16 @@ class TypedWhole(Whole):
     """Makes mini-batches of a store with edge types whole.
 
     ``edge_table``: a name or several, of tables of edges, whose rows ``edge_attr`` has by edge type, found by
-    ``e_id``. ``attach``: names of arrays, ``TYPE.NAME``, each with a value for each node of that type: the
-    mini-batch has them as ``NAME``, by type. Rows of nodes without features are not read. Raises
-    ArgumentError, UnknownNameError, SourceError.
+    ``e_id``. ``attach``: names of arrays, ``TYPE.NAME``, each with a value for each node of that type, or for
+    each edge of the edge type, by its number: the mini-batch has them as ``NAME``, by type. Rows of nodes
+    without features are not read. Raises ArgumentError, UnknownNameError, SourceError.
     """
 
     def __init__(self, store: OpenStore, edge_table: Any, attach: Any) -> None:
         super().__init__(store, None, ())
         self.featureless = frozenset(store.manifest.featureless)
         self.edge_types = _edge_tables(store, edge_table)
+        self._edge_type_of = {joined_name(edge_type): edge_type for edge_type in store.edge_types}
         nodes = [name for name in store.node_types if name not in self.featureless]
         self._tables = [*nodes, *self.edge_types]
         if not self._tables:
@@ -39,12 +40,13 @@ class TypedWhole(Whole):
             args.known_name(name, store.manifest.arrays, "attach: the store has no array")
             node_type, _, rest = name.partition(".")
             shape = store.manifest.arrays[name].shape
-            known = node_type in store.node_types
-            if not known or not rest.isidentifier() or shape[:1] != [store.tables[node_type].rows]:
+            fits = node_type in store.node_types and shape[:1] == [store.tables[node_type].rows]
+            if not rest.isidentifier() or not (fits or self._is_of_edges(store, name)):
                 raise ArgumentError(
                     f"attach: array {name!r} has the shape {list(shape)}; of a store with several types of "
                     "nodes an array is attached that is called TYPE.NAME and has a value for each node of "
-                    f"that type; types are {', '.join(map(repr, store.node_types))}"
+                    f"that type, or for each edge of an edge type; types are "
+                    f"{', '.join(map(repr, store.node_types))}"
                 )
             self.arrays[name] = store.arrays[name]
 
@@ -72,17 +74,21 @@ class TypedWhole(Whole):
             if self.edge_types:
                 batch.edge_attr = {of: batch.x[name] for name, of in self.edge_types.items()}
             batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}
-        by_name: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[Any, Any]] = {}
         like = next(iter((batch.x or batch.edge_attr).values()))
         for name, array in self.arrays.items():
             node_type, _, rest = name.partition(".")
-            if node_type in batch.n_id:
+            if name in self.of_edges:
+                edge_type = self._edge_type_of[node_type]
+                ids = _numbers(batch.sample, edge_type, f"attach: {name!r}")
+                by_name.setdefault(rest, {})[edge_type] = values_of(array, ids, like)
+            elif node_type in batch.n_id:
                 by_name.setdefault(rest, {})[node_type] = values_of(array, batch.n_id[node_type], like)
         for name, by_type in by_name.items():
             self._attach(batch, name, by_type)
         return batch
 
-    def _attach(self, batch: Batch, name: str, by_type: dict[str, Any]) -> None:
+    def _attach(self, batch: Batch, name: str, by_type: dict[Any, Any]) -> None:
         if of_pyg(batch.sample):
             for node_type, values in by_type.items():
                 if name in batch.sample[node_type]:
@@ -107,11 +113,11 @@ class TypedRows(WantedRows):
         ids, sample = super().of(made)
         wanted = {name: one for name, one in ids.items() if name not in self._whole.featureless}
         for table, edge_type in self._whole.edge_types.items():
-            wanted[table] = _numbers(made, edge_type)
+            wanted[table] = _numbers(made, edge_type, f"edge_table={table!r}")
         return wanted, sample
 
 
-def _numbers(made: Any, edge_type: EdgeType) -> Any:
+def _numbers(made: Any, edge_type: EdgeType, what: str) -> Any:
     """The user's numbers of the edges of one type. Raises SourceError."""
     if of_pyg(made) and hasattr(made, "edge_types"):
         found = made[edge_type].get("e_id") if edge_type in made.edge_types else None
@@ -120,11 +126,17 @@ def _numbers(made: Any, edge_type: EdgeType) -> Any:
         found = by_type.get(edge_type) if isinstance(by_type, Mapping) else None
     if found is None:
         raise SourceError(
-            f"edge_table={joined_name(edge_type)!r} is read by e_id, the numbers of edges that it was packed "
+            f"{what} is read by e_id, the numbers of edges that it was packed "
             f"with, which these mini-batches do not have of {edge_type}: PyG's loaders bring it, so does the "
             "store's own sampling where edge ids were packed"
         )
-    return np.asarray(found)
+    numbers = np.asarray(found)
+    if len(numbers) and numbers.min() < 0:
+        raise SourceError(
+            f"{what}: these mini-batches have reverses of another relation's edges as edges of {edge_type} "
+            "(subgraph_type='bidirectional'), which have no number and no row: leave it out"
+        )
+    return numbers
 
 
 def _names(given: Any, name: str, what: str) -> list[str]:

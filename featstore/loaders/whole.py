@@ -19,7 +19,7 @@ from featstore.loaders.batch import Batch, of_pyg
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.dgl_graphs import is_named
 from featstore.sampling.minibatch import Ids, split
-from featstore.storage.relations import EDGE_FEATURES
+from featstore.storage.relations import EDGE_FEATURES, graph_of_array
 from featstore.storage.store import OpenStore, StoredGraph
 
 _IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
@@ -82,7 +82,8 @@ class Whole:
     """Makes what a loader of any mode has made a :class:`~featstore.loaders.batch.Batch`.
 
     ``edge_table``: whose rows are ``edge_attr``. ``attach``: names of arrays of the store with a value for
-    each node, which are held in memory. Raises ArgumentError, UnknownNameError.
+    each node, or for each edge by its number (``of_edges``), which are held in memory. Raises ArgumentError,
+    UnknownNameError, SourceError.
     """
 
     def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
@@ -102,17 +103,31 @@ class Whole:
                 )
             self.edges = nodes[0], edge_table
         self.arrays: dict[str, NDArray[Any]] = {}
+        self.of_edges: set[str] = set()  # of these those of edges
         names = [attach] if isinstance(attach, str) else args.as_sequence(attach, "attach", "names of arrays")
         for name in names:
             args.known_name(name, store.manifest.arrays, "attach: the store has no array")
             rows = store.tables[nodes[0]].rows if len(nodes) == 1 else None
             shape = store.manifest.arrays[name].shape
-            if rows is None or shape[:1] != [rows]:
+            if not self._is_of_edges(store, name) and (rows is None or shape[:1] != [rows]):
                 raise ArgumentError(
                     f"attach: array {name!r} has the shape {list(shape)}; what is attached has a value for "
-                    f"each of {'one table of nodes' if rows is None else f'{rows:,} nodes'}"
+                    f"each of {'one table of nodes' if rows is None else f'{rows:,} nodes'}, or for each edge"
                 )
             self.arrays[name] = store.arrays[name]
+
+    def _is_of_edges(self, store: OpenStore, name: str) -> bool:
+        """Whether an array has a value for each edge. Raises SourceError where nobody knows which."""
+        graph = graph_of_array(store, name)
+        if graph is None:
+            return False
+        if not getattr(graph, "has_edge_ids", False):  # lists that are split among hosts have none
+            raise SourceError(
+                f"attach: array {name!r} is of edges, and {graph.where()} does not keep their numbers: pack "
+                "it with edge_ids=True (--edge-ids)"
+            )
+        self.of_edges.add(name)
+        return True
 
     def wanted(
         self, batches: Sampler, nodes: Callable[[Any], Any] | None, recorded: bool,
@@ -176,11 +191,23 @@ class Whole:
         for name, array in self.arrays.items():
             if hasattr(batch, name):
                 raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
-            values = values_of(array, batch.n_id, batch.x)
+            ids = batch.n_id if name not in self.of_edges else _edges_of(batch.sample, name)
+            values = values_of(array, ids, batch.x)
             setattr(batch, name, values)
             if of_pyg(batch.sample):
                 setattr(batch.sample, name, values)
         return batch
+
+
+def _edges_of(sample: Any, name: str) -> Any:
+    """The numbers of a mini-batch's edges. Raises SourceError."""
+    found = field_of(sample, "e_id")
+    if found is None:
+        raise SourceError(
+            f"attach: {name!r} is found by e_id, the numbers of edges, which these mini-batches do not have: "
+            "leave it out"
+        )
+    return found
 
 
 def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:

@@ -22,12 +22,13 @@ class LinkBatches(Sequence[dict[str, Any]]):
     around it have, by their names.
 
     ``shuffle``: in another order every epoch, by the sampler's seed. ``drop_last``: without what is left over
-    after whole mini-batches. Raises IdError, ArgumentError, SourceError.
+    after whole mini-batches. ``numbered``: whether the user knows links by their places in ``links``; else
+    mini-batches have no ``input_id``. Raises IdError, ArgumentError, SourceError.
     """
 
     def __init__(
         self, sampler: LinkSampler, links: NDArray[Any], batch_size: int, *, labels: Any = None,
-        times: Any = None, shuffle: bool = False, drop_last: bool = False,
+        times: Any = None, shuffle: bool = False, drop_last: bool = False, numbered: bool = True,
     ) -> None:  # fmt: skip
         self.sampler, self.batch_size = sampler, as_count(batch_size, "batch_size")
         self._links = sampler.checked(links)
@@ -36,6 +37,7 @@ class LinkBatches(Sequence[dict[str, Any]]):
         self._times = None if times is None else np.asarray(times)
         sampler.check_said(self._labels, self._times, count)
         self._shuffle, self._drop_last = as_flag(shuffle, "shuffle"), as_flag(drop_last, "drop_last")
+        self._numbered = as_flag(numbered, "numbered")
         self.epoch = 0
         self._order = self._ordered()
 
@@ -62,11 +64,14 @@ class LinkBatches(Sequence[dict[str, Any]]):
             return [self[number] for number in numbers]
         some = self._order[numbers * self.batch_size :][: self.batch_size]
         labels, times = (None if one is None else one[some] for one in (self._labels, self._times))
-        return as_mapping_of(
+        found = as_mapping_of(
             self.sampler.sample(
                 self._links[:, some], numbers, epoch=self.epoch, labels=labels, times=times, input_id=some
             )
         )
+        if not self._numbered:
+            del found["input_id"]
+        return found
 
 
 def as_mapping_of(found: LinkSubgraph) -> dict[str, Any]:

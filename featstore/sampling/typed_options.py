@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from featstore.arguments import as_choice, as_flag, as_text
-from featstore.errors import ArgumentError
-from featstore.reader.graphs import read_times, read_weights
+from featstore.errors import ArgumentError, SourceError
+from featstore.reader.graphs import read_edge_ids, read_times, read_weights
 from featstore.sampling.attributes import SAMPLING_OPTIONS
 from featstore.sampling.options import SUBGRAPHS, TEMPORAL, SamplingOptions
 from featstore.storage.edge_types import EdgeType
+from featstore.storage.relations import graph_of_array
 from featstore.storage.store import OpenStore, StoredGraph
 
 #: What the weights and the times are called that graphs keep.
@@ -20,11 +23,11 @@ WEIGHTS, TIMES = "weights", "times"
 class TypedOptions:
     """What was ``said`` of :data:`~featstore.sampling.attributes.SAMPLING_OPTIONS`.
 
-    ``weight_attr="weights"``: the weights that graphs keep; edge types without are not weighted.
-    ``time_attr="times"``: the times that graphs keep of edges, of those that do; or ``NAME``: of nodes, the
-    arrays ``TYPE.NAME`` of the types that have one. ``seeds_have_times``: whoever samples
-    says them, as links do. Nothing is read before :meth:`read`. Raises
-    ArgumentError.
+    ``weight_attr="weights"``: the weights that graphs keep; or ``NAME``: the arrays ``TYPE.NAME`` with a
+    value for each edge of an edge type, by its number. Edge types without are not weighted.
+    ``time_attr="times"``: the times that graphs keep of edges, of those that do; or ``NAME``: the arrays
+    ``TYPE.NAME`` of the node types or of the edge types that have one. ``seeds_have_times``: whoever samples
+    says them, as links do. Nothing is read before :meth:`read`. Raises ArgumentError, SourceError.
     """
 
     def __init__(self, store: OpenStore, said: Mapping[str, Any], *, seeds_have_times: bool = False) -> None:
@@ -40,13 +43,16 @@ class TypedOptions:
             "window": given["time_window"],
         }
         graphs = [graph for graph in store.graphs.values() if graph.edge_type is not None]
+        self._arrays: dict[str, str] = {}  # of a graph's edges, where it does not keep the values itself
         self._weighted: list[StoredGraph] = []
         if given["weight_attr"] is not None:
-            self._weighted = [graph for graph in graphs if graph.has_weights]
-            if as_text(given["weight_attr"], "weight_attr") != WEIGHTS or not self._weighted:
+            name = as_text(given["weight_attr"], "weight_attr")
+            self._weighted = [graph for graph in graphs if name == WEIGHTS and graph.has_weights]
+            self._weighted = self._weighted or self._with_array(name, graphs, "weight_attr")
+            if not self._weighted:
                 raise ArgumentError(
-                    f"weight_attr={given['weight_attr']!r}: of a store with edge types it is {WEIGHTS!r}, "
-                    "those that its graphs keep: pack them with edge_weights="
+                    f"weight_attr={name!r}: the store has no array TYPE.{name} of edges, and {WEIGHTS!r} are "
+                    "those that graphs keep: pack them with edge_weights="
                 )
         self._timed, self._node_times = self._times_of(given["time_attr"], graphs)
         self.input_time = given["input_time"]
@@ -69,12 +75,38 @@ class TypedOptions:
             return timed, {}
         known = {kind: f"{kind}.{name}" for kind in store.node_types}
         found = {kind: one for kind, one in known.items() if one in store.manifest.arrays}
-        if not found:
+        timed = [] if found else self._with_array(name, graphs, "time_attr")
+        if not found and not timed:
             raise ArgumentError(
                 f"time_attr={name!r}: the store has no array TYPE.{name}, and {TIMES!r} are those that "
                 "graphs keep: pack them with edge_times="
             )
-        return [], found
+        return timed, found
+
+    def _with_array(self, name: str, graphs: list[StoredGraph], what: str) -> list[StoredGraph]:
+        """The graphs whose edges have values in an array ``TYPE.NAME``."""
+        known = {graph.name: f"{graph.name}.{name}" for graph in graphs}
+        known = {of: one for of, one in known.items() if one in self._store.manifest.arrays}
+        found = [graph for graph in graphs if graph.name in known]
+        for graph in found:
+            if graph_of_array(self._store, known[graph.name]) is None or not graph.has_edge_ids:
+                raise SourceError(
+                    f"{what}={name!r} goes by the numbers of edges: {known[graph.name]!r} must have a value "
+                    f"for each of {graph.edges:,} edges, and {graph.where()} is to keep these, packed with "
+                    "edge_ids=True (--edge-ids)"
+                )
+            self._arrays[f"{what} {graph.name}"] = known[graph.name]
+        return found
+
+    def _read(self, graph: StoredGraph, what: str) -> Any:
+        """The values of a graph's edges, in the order of its CSC arrays."""
+        name = self._arrays.get(f"{what} {graph.name}")
+        if name is None:
+            return read_weights(graph) if what == "weight_attr" else read_times(graph)
+        values = self._store.arrays[name]
+        if what == "weight_attr" and values.dtype not in (np.float32, np.float64):
+            values = values.astype(np.float64)
+        return values[read_edge_ids(graph, by_node=True)]
 
     @property
     def of_memory(self) -> list[str]:
@@ -96,8 +128,12 @@ class TypedOptions:
         """The options, with arrays in the order of the graphs' CSC arrays; None where nothing was said.
         Raises CorruptionError, DeviceError, FormatError, SourceError."""
         parts: dict[str, Any] = dict(self._plain)
-        weights: dict[EdgeType | None, Any] = {one.edge_type: read_weights(one) for one in self._weighted}
-        times: dict[EdgeType | None, Any] = {one.edge_type: read_times(one) for one in self._timed}
+        weights: dict[EdgeType | None, Any] = {
+            one.edge_type: self._read(one, "weight_attr") for one in self._weighted
+        }
+        times: dict[EdgeType | None, Any] = {
+            one.edge_type: self._read(one, "time_attr") for one in self._timed
+        }
         nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
         parts |= {"weights": weights or None, "edge_times": times or None, "node_times": nodes or None}
         made = SamplingOptions(**parts)

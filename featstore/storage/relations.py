@@ -13,7 +13,9 @@ from featstore.storage.edge_types import EDGE_FEATURES, is_edge_table, node_tabl
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, StoredGraph
 
-__all__ = ["EDGE_FEATURES", "check_over_one_table", "graph_of", "is_edge_table", "node_tables"]
+__all__ = [
+    "EDGE_FEATURES", "check_over_one_table", "graph_of", "graph_of_array", "is_edge_table", "node_tables",
+]  # fmt: skip
 
 
 def check_over_one_table(graph: StoredGraph) -> None:
@@ -57,3 +59,20 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
             f"relation of several: pass graph={only.name!r} (--graph) to use that one"
         )
     return only
+
+
+def graph_of_array(store: OpenStore, name: str) -> StoredGraph | None:
+    """The graph of which an array of the store has a value for each edge: ``TYPE.NAME`` of the edge type
+    ``TYPE``, or in a store without types an array with as many values as its only graph has
+    edges. Where it has as many nodes, the array is of edges if its name begins with ``edge``, as PyG
+    decides it. None for another array."""
+    shape = store.manifest.arrays[name].shape
+    of, dot, _ = name.partition(".")
+    if store.edge_types:
+        found = store.graphs[of] if dot and of in store.graphs else None
+        return found if found is not None and shape[:1] == [found.edges] else None
+    if len(store.graphs) != 1:
+        return None
+    found = next(iter(store.graphs.values()))
+    same = found.edges == found.table.rows and not name.startswith("edge")
+    return found if shape[:1] == [found.edges] and not same else None
