@@ -40,7 +40,7 @@ NAMES = (
     "tune",
 )
 #: On real graphs, with labels, of a folder that each of them describes.
-ON_GRAPHS = ("hit_rates", "order_accuracy", "mega_accuracy", "replay_accuracy")
+ON_GRAPHS = ("hit_rates", "order_accuracy", "mega_accuracy", "replay_accuracy", "pyg")
 
 
 @click.command()
