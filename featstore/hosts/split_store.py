@@ -87,6 +87,7 @@ class WholeStore(OpenStore):
         self.place = self._place(family.hosts)
         self.part = OpenStore(self._own_part(given) if several else given)
         self._check_part(family)
+        self.featureless = self.part.featureless  # the topology's rows are owners
         names = [name for name in self.part.tables if name in self.manifest.tables]
         self.tables = Named(
             "the store has no table",

@@ -191,21 +191,15 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
         raise SourceError(f"{store.path} is of a split itself; split the store that it came from")
     if manifest.compiled is not None:
         raise SourceError(f"{store.path} is a compiled trace; split the store that it was compiled for")
-    for name, graph in store.graphs.items():
-        if graph.edge_type is not None or graph.has_weights or graph.has_times:
-            raise SourceError(
-                f"{store.path} cannot be split yet: its graph {name!r} has an edge type, weights or times, "
-                "which parts do not carry"
-            )
     for graph in store.graphs.values():
         for what in (HALO_IDS, HALO_USES, *([HALO_DEGREES] if split_topology else [])):
             check_name(f"{graph.name}.{what}", "array", SourceError)
-        if graph.table.rows < hosts:
+        if graph.edge_type is None and graph.table.rows < hosts:
             raise ArgumentError(
                 f"hosts must be at most the {graph.table.rows:,} nodes of table {graph.table.name!r}, not "
                 f"{hosts:,}"
             )
-    for name in {graph.entry.table for graph in store.graphs.values()} if copies else ():
+    for name in {graph.source_table.name for graph in store.graphs.values()} if copies else ():
         check_name(f"{name}.{HALO}", "table", SourceError)
         if f"{name}.{HALO}" in store.tables:
             raise SourceError(
@@ -213,14 +207,8 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
             )
     if copies and not store.graphs:
         raise ArgumentError("halo_disk= keeps copies of the halo, and the store has no graph: leave it out")
-    if split_topology and not store.graphs:
-        raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
-    numbered = next((graph.name for graph in store.graphs.values() if graph.has_edge_ids), None)
-    if split_topology and numbered is not None:
-        raise ArgumentError(
-            f"graph {numbered!r} has the numbers of its edges, which split_topology= would lose: leave it "
-            "out, or give edge_ids=False to what the graph is given to, pack or split_features"
-        )
+    if split_topology:
+        _check_split_topology(store)
     most = max((table.rows for table in store.tables.values()), default=0)
     if most < hosts:
         raise ArgumentError(
@@ -228,12 +216,36 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
         )
 
 
+def _check_split_topology(store: OpenStore) -> None:
+    if not store.graphs:
+        raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
+    for name, graph in store.graphs.items():
+        if graph.edge_type is not None:
+            raise ArgumentError(
+                f"graph {name!r} has an edge type, and split_topology= is of graphs without: leave it out, "
+                "and each host has the lists of all types"
+            )
+        if graph.has_edge_ids:
+            raise ArgumentError(
+                f"graph {name!r} has the numbers of its edges, which split_topology= would lose: leave it "
+                "out, or give edge_ids=False to what the graph is given to, pack or split_features"
+            )
+        if graph.has_weights or graph.has_times:
+            raise ArgumentError(
+                f"graph {name!r} has weights or times of its edges, which split_topology= would lose: leave "
+                "it out, or pack the graph without them"
+            )
+
+
 def _training(store: OpenStore, train: Any) -> dict[str, NDArray[np.bool_]]:
     """Masks of the training nodes, by table."""
     if train is None:
         return {}
-    dealt = sorted({graph.entry.table for graph in store.graphs.values()})
+    graphs = store.graphs.values()
+    dealt = sorted({end.name for graph in graphs for end in (graph.table, graph.source_table)})
     if not isinstance(train, Mapping):
+        if isinstance(train, str) and store.edge_types:  # of the type that it is named after
+            dealt = [train.partition(".")[0]] if train.partition(".")[0] in dealt else dealt
         if len(dealt) > 1:
             raise ArgumentError(
                 f"train must say whose nodes they are, as {{{dealt[0]!r}: ...}}: there are graphs over "
@@ -306,13 +318,10 @@ class _Split:
         plan, path = self._plan, self._out / TOPOLOGY
         finished = self._finished(TOPOLOGY)
         if finished is None:
-            plan.assign()
             fingerprint = {"base": plan.store.uuid, "hosts": plan.hosts, **self._asked}
             rows = sum(table.rows for table in plan.store.tables.values())
             needed = 2 * rows if plan.split_topology else 16 * rows + self._graph_bytes
-            self._write(
-                TOPOLOGY, fingerprint, needed, lambda t: write_topology_store(plan, t, self._provenance())
-            )
+            self._write(TOPOLOGY, fingerprint, needed, self._write_topology)
         else:
             wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {})
             check_finished(path, finished, wanted, None, self._asked)
@@ -320,6 +329,10 @@ class _Split:
             if finished is not None:
                 plan.read_hosts(topology)
             return topology.uuid
+
+    def _write_topology(self, transaction: Transaction) -> None:
+        self._plan.assign(transaction.generation.spill)
+        write_topology_store(self._plan, transaction, self._provenance())
 
     def _part(self, host: int, topology: str) -> bool:
         """Write a part unless it is there; whether it was written."""
@@ -331,7 +344,8 @@ class _Split:
             return False
         tables = plan.store.tables.values()
         needed = sum(self._rows_bytes(table, host) for table in tables)
-        needed += sum(plan.copies_bytes(t, host) for t in tables if plan.graphs_of(t.name))
+        named = {graph.source_table for graph in plan.store.graphs.values()}
+        needed += sum(plan.copies_bytes(table, host) for table in named)
         needed += self._graph_bytes // plan.hosts if plan.split_topology else 0
         fingerprint = {"topology": topology, "host": host}
         self._write(
