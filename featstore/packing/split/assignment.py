@@ -268,9 +268,7 @@ def _cut(
         24 * vertices + 32 * pairs + metis_memory_bytes(vertices, 2 * pairs, symmetric=True),
     )
     if needed > memory_bytes:
-        raise BudgetError(
-            needed, memory_bytes, f"deal the {vertices:,} partitions of table {name} to hosts"
-        )
+        raise BudgetError(needed, memory_bytes, f"deal the {vertices:,} partitions of table {name} to hosts")
     coarse = contract(
         graph, graph.indptr, label, vertices, pairs_max=pairs, block_edges=_BLOCK_EDGES,
         threads=available_cores(),

@@ -84,18 +84,21 @@ def split_store(
     each, as they are and in their order, and the lists among them. A node's id in a part is its rank among
     the nodes of that host. The arrays ``GRAPH.halo_ids`` (ids of the store that was split, int32 or int64,
     ascending) and ``GRAPH.halo_uses`` (uint32) say which nodes of other hosts the lists of this one name, and
-    how often. The manifests' ``family`` says what belongs together. Small arrays are never split.
+    how often. Weights, times and numbers of edges are in the topology alone. The manifests' ``family`` says
+    what belongs together. Small arrays are never split.
 
     Hosts have rows, and training nodes, within 5 % of the mean, and few edges lead from one to another: whole
-    partitions of the store go to a host, or finer ones where it has few. A table without a graph is dealt out
-    in equal runs of ids. Compiled traces of the store are not taken along.
+    partitions of the store go to a host, or finer ones where it has few. Tables that edge types join are
+    dealt out together, and each is even. A table without a graph is dealt out in equal runs of ids. Compiled
+    traces of the store are not taken along.
 
     Args:
         store: the store to split, open or its path. It is only read.
         hosts: how many parts, 1 to 65,536, no more than a table with a graph has nodes.
         out: the directory; made if it does not exist.
         train: training nodes to deal out evenly: node ids, each once, a mask, or the name of an array of the
-            store; a mapping of table names to such where there are several tables with a graph.
+            store; a mapping of table names to such where there are several tables with a graph, of which the
+            name of an array ``TABLE.NAME`` says one where there are edge types.
         seed: of the partitioners, below 2**31. Equal stores, options and seed give equal bytes, whatever the
             memory and the cores.
         halo_disk: limit on copies of other hosts' rows in each part, bytes, a size, or a multiple of the
@@ -106,8 +109,9 @@ def split_store(
             hosts' nodes are then asked of these, see :func:`featstore.open_split`. By default the topology
             has all graphs as they are.
         memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
-            40 bytes a node of the largest table, features never whole. A BudgetError names what the step that
-            failed needs; a later one may need more, and ``resume`` goes on with any memory.
+            40 bytes a node of the largest table, or of all that edge types join, features never whole. A
+            BudgetError names what the step that failed needs; a later one may need more, and ``resume`` goes
+            on with any memory.
         resume: go on with an unfinished split in ``out``, of the same store and options; parts that are
             finished are left as they are.
         overwrite: replace the split in ``out``, one store after the other.
