@@ -213,7 +213,8 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
         raise ArgumentError("halo_disk= keeps copies of the halo, and the store has no graph: leave it out")
     if split_topology:
         _check_split_topology(store)
-    most = max((table.rows for table in store.tables.values()), default=0)
+    nodes = store.node_types if store.edge_types else store.tables
+    most = max((store.tables[name].rows for name in nodes), default=0)
     if most < hosts:
         raise ArgumentError(
             f"hosts must be at most the {most:,} rows of the largest table, or some have none, not {hosts:,}"

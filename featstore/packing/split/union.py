@@ -21,9 +21,6 @@ from featstore.packing.split.lists import need_row
 from featstore.storage.disk import Disk
 from featstore.storage.store import StoredGraph
 
-#: A pass over a graph's lists: its offsets, and what reads ``sources[low:high]``.
-Lists = Callable[[StoredGraph], Any]
-
 
 class UnionEdges:
     """The edges of several stored graphs, each both ways: an
@@ -32,7 +29,9 @@ class UnionEdges:
 
     name = "the graphs of the store"
 
-    def __init__(self, graphs: Sequence[StoredGraph], first: Mapping[str, int], lists: Lists) -> None:
+    def __init__(
+        self, graphs: Sequence[StoredGraph], first: Mapping[str, int], lists: Callable[[StoredGraph], Any]
+    ) -> None:  # fmt: skip
         self._graphs, self._first, self._lists = graphs, first, lists
 
     def blocks(self, block_edges: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -62,8 +61,8 @@ def _rows_of(offsets: NDArray[np.int64], low: int, high: int) -> NDArray[np.int6
 
 @contextmanager
 def union_of(
-    graphs: Sequence[StoredGraph], first: Mapping[str, int], nodes: int, lists: Lists, memory_bytes: int,
-    scratch_dir: Path,
+    graphs: Sequence[StoredGraph], first: Mapping[str, int], nodes: int,
+    lists: Callable[[StoredGraph], Any], memory_bytes: int, scratch_dir: Path,
 ) -> Iterator[CscGraph]:  # fmt: skip
     """The graph over all ``nodes``, as long as it is wanted. Raises FormatError, BudgetError, DiskFullError,
     DeviceError."""
