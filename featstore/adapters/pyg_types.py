@@ -74,7 +74,8 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
         kind, _, rest = name.partition(".")
         graph = graph_of_array(store, name)
         if graph is not None:
-            numbers = graph.has_edge_ids and graph.edge_type not in unnumbered
+            known = getattr(graph, "has_edge_ids", False)  # lists that are split among hosts have none
+            numbers = known and graph.edge_type not in unnumbered
             fits = rest.isidentifier() and rest not in _OF_EDGES
             (wrong if not fits else found if numbers else lost).append(name)
         elif kind in store.node_types and entry.shape[:1] == [store.tables[kind].rows]:
