@@ -60,7 +60,7 @@ def test_mypy_sees_these_types(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1, done.stdout + done.stderr
     (error,) = (line for line in done.stdout.splitlines() if " error: " in line)
-    assert error.startswith(f"{tmp_path / 'wrong.py'}:"), done.stdout
+    assert Path(error.partition(":")[0]).name == "wrong.py"  # of what is kept, the folder may be another
     assert 'Expression is of type "bool", not "str"' in error
 
 
