@@ -58,6 +58,31 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(2, len(os.sched_getaffinity(0)) * 3 // 2)
 
 
+#: Files that take longest, or wait longest, for a worker. All others take seconds.
+LONG = (
+    "hosts/test_faults.py", "crash/test_pack_crash.py", "test_examples.py", "hosts/test_split_training.py",
+    "fuzz/test_fuzz.py", "properties/test_outside.py", "hosts/test_modes.py", "docs/test_site.py",
+    "docs/test_types_of_users.py", "test_packages.py", "tiers/test_chosen.py", "faults/test_refusals.py",
+    "packing/test_split.py", "base/test_compilation.py", "cli/test_cli_split.py", "compiled/test_segments.py",
+    "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py", "loaders/test_training.py",
+    "compiled/test_compile_crash.py", "cli/test_cli_tune.py", "hosts/test_exchange.py",
+    "arguments/test_arguments.py", "docs/test_notebooks.py", "test_demo.py", "packing/test_split_features.py",
+    "hosts/test_hosts_memory.py", "online/test_online_memory.py", "mega/test_mega_memory.py",
+)  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist begins the files of most tests first, and would leave those to the end that take a minute for
+    one."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, so that at the end no worker waits for another."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _waits

@@ -28,7 +28,7 @@ def bother():
 thread = threading.Thread(target=bother, daemon=True)
 thread.start()
 interrupted = finished = 0
-end = time.monotonic() + 4
+end = time.monotonic() + 2
 def read_once():
     global interrupted, finished
     out = np.zeros_like(wanted)

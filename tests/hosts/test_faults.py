@@ -164,7 +164,7 @@ with store.reader(memory="16MiB") as reader:
             if how == "error":
                 raise ZeroDivisionError("on purpose")
             if how == "torchrun":  # which ends it only when it goes on
-                subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"], start_new_session=True)
+                subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"], start_new_session=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
             break
 """
