@@ -8,13 +8,10 @@ from typing import Any
 from featstore.arguments import as_choice, as_flag, as_text
 from featstore.errors import ArgumentError
 from featstore.reader.graphs import read_times, read_weights
-from featstore.sampling.attributes import SAMPLING_OPTIONS
-from featstore.sampling.options import SUBGRAPHS, TEMPORAL, SamplingOptions
+from featstore.sampling.attributes import SAMPLING_OPTIONS, TIMES, WEIGHTS
+from featstore.sampling.options import KEPT, SUBGRAPHS, TEMPORAL, SamplingOptions
 from featstore.storage.edge_types import EdgeType
 from featstore.storage.store import OpenStore, StoredGraph
-
-#: What the weights and the times are called that graphs keep.
-WEIGHTS, TIMES = "weights", "times"
 
 
 class TypedOptions:
@@ -77,16 +74,6 @@ class TypedOptions:
         return [], found
 
     @property
-    def of_memory(self) -> list[str]:
-        """Those that were said which lists on disk cannot be sampled with."""
-        said = {
-            "weight_attr=": bool(self._weighted), "time_attr=": bool(self._timed or self._node_times),
-            "disjoint=": self._plain["disjoint"],
-            "subgraph_type='induced'": self._plain["subgraph"] == "induced",
-        }  # fmt: skip
-        return [name for name, one in said.items() if one]
-
-    @property
     def needed_bytes(self) -> int:
         """Memory for what they hold, while it is read."""
         edges = sum(20 * one.edges for one in self._weighted) + sum(36 * one.edges for one in self._timed)
@@ -101,4 +88,15 @@ class TypedOptions:
         nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
         parts |= {"weights": weights or None, "edge_times": times or None, "node_times": nodes or None}
         made = SamplingOptions(**parts)
+        return None if made.is_plain else made
+
+    def from_disk(self) -> SamplingOptions | None:
+        """The options of a sampler from disk; None where nothing was said. Raises CorruptionError,
+        DeviceError."""
+        nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
+        made = SamplingOptions(
+            **self._plain, node_times=nodes or None,
+            weights={one.edge_type: KEPT for one in self._weighted} or None,
+            edge_times={one.edge_type: KEPT for one in self._timed} or None,
+        )  # fmt: skip
         return None if made.is_plain else made
