@@ -218,7 +218,7 @@ def fill_trees(slots: Any, nodes: Any, trees: Any, count: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def draw_edges(
+def draw_from_list(
     key: Any, node: Any, tree: Any, first: Any, high: Any, fanout: Any, replace: Any, last: Any,
     has_trees: Any, weights: Any, order: Any, times: Any, sources: Any, lows: Any, highs: Any, picks: Any,
     stamp: Any, keys: Any, out: Any,
@@ -256,7 +256,7 @@ def draw_hop(
     filled = 0
     for position in range(begin, end):
         node, tree = targets[position], target_trees[position]
-        taken = draw_edges(
+        taken = draw_from_list(
             key, node, tree, indptr[node], indptr[node + 1], fanout, replace, last, has_trees, weights, order,
             times, sources, lows, highs, picks, position, keys, edge[filled:],
         )  # fmt: skip

@@ -21,7 +21,7 @@ from featstore.base.checks import find_fall, find_outside
 from featstore.base.hashing import hop_key, relation_key
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.sampling.choosing import draw_hop, fill_trees, induce_edges, order_in_time, room_in_trees
-from featstore.sampling.hops import joined
+from featstore.sampling.hops import join_parts
 from featstore.sampling.options import SamplingOptions, by_key, checked_times, checked_weights
 from featstore.sampling.picking import (
     empty_picks,
@@ -100,7 +100,7 @@ class Grown:
             return parts[0]
         row, col, edge = (list(one) for one in zip(*parts))
         parts.clear()
-        return joined(row), joined(col), joined(edge)
+        return join_parts(row), join_parts(col), join_parts(edge)
 
 
 class Growing:

@@ -37,7 +37,7 @@ _LIST_BYTES = 40
 _INDUCED_BYTES = 64
 _INDUCED = "have all edges among the nodes"
 _NONE = np.empty(0, np.int64)
-_NO_WEIGHTS = np.empty(0, np.float64)
+_NO_WEIGHTS = np.empty(0, np.float32)
 
 Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
@@ -140,6 +140,8 @@ class GrowingOnDisk(Growing):
         for some, (weights, times, sources) in whole.pieces(room_bytes, self._reader):
             if tables[0] is None:
                 weights = weights._replace(values=_NO_WEIGHTS)
+            if tables[2] is None:
+                sources = sources._replace(values=lists.cache.first[:0])
             yield order[some], weights, times, sources
 
     def _enter_found(

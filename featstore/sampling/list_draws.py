@@ -14,7 +14,7 @@ import numpy as np
 
 from featstore.base.bitmap import slot_of
 from featstore.base.compilation import njit
-from featstore.sampling.choosing import draw_edges, find_in_tree, time_run
+from featstore.sampling.choosing import draw_from_list, find_in_tree, time_run
 
 #: What may be wrong with a value of an edge, as :func:`draw_lists` and :func:`induce_lists` say it.
 BAD_SOURCE, BAD_WEIGHT, BAD_TIME = 1, 2, 3
@@ -101,7 +101,7 @@ def draw_lists(
         if wrong >= 0:
             return how, low + wrong
         place = places[at]
-        taken[at] = draw_edges(
+        taken[at] = draw_from_list(
             key, node, tree, np.int64(0), degree, fanout, replace, last, has_trees, own, order, when,
             order[:0], lows, highs, picks, at, keys, edge[place:],
         )  # fmt: skip
@@ -149,7 +149,7 @@ def find_held(
 def enter_trees(
     slots: Any, nodes: Any, trees: Any, count: Any, row: Any, col: Any, target_trees: Any, row_total: Any
 ) -> Any:
-    """As :func:`featstore.sampling.picking.enter_hop`, into the tree of whoever asked, ``target_trees[col]``."""
+    """As :func:`featstore.sampling.picking.enter_hop`, into the tree of who asked, ``target_trees[col]``."""
     for place in range(len(row)):
         neighbour = row[place]
         if neighbour < 0 or neighbour >= row_total:

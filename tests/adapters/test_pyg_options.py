@@ -216,7 +216,8 @@ def test_a_model_of_links_learns(world: dict[str, Any]) -> None:
         ({"neg_sampling": "triplet", "edge_label": "kind"}, ArgumentError, "not of triplets"),
         ({"seeds": [1]}, ArgumentError, "no option 'seeds'"),
         ({"mode": "partitions"}, ArgumentError, "partitions"),
-        ({"memory": "32MiB"}, BudgetError, "hold the graph"),
+        ({"memory": "32MiB", "weight_attr": "weight"}, BudgetError, "weight_attr='weight' is sampled from"),
+        ({"memory": "16KiB"}, BudgetError, "hold all edges of graph 'features'"),
         ({"bath_size": 3}, ArgumentError, "batch_size"),
     ],
 )
