@@ -86,14 +86,14 @@ class GrowingOnDisk(Growing):
             )  # fmt: skip
         else:
             row, col, edge = self._draw(found, relation, fanout, span, key, bounds, edges, degree_max)
-            if lists.by_node_times:  # whose lists of sources were read
-                misses = 0
+            if lists.by_node_times:  # whose lists of sources were at hand
+                misses = int(np.count_nonzero(edge >= len(lists.cache.first)))
             else:
                 misses = lists.find(targets, row, col, edge)
         self.reading.asked += len(edge)
         self.reading.cached += len(edge) - misses
-        if misses:
-            last = not any(relation.fanouts[hop + 1 :]) and self.options.subgraph != "induced"
+        if misses and not lists.by_node_times:
+            last = not any(relation.fanouts[hop + 1 :])
             lists.read(self.reading, self._reader, row, edge, misses, last=last)
         self._enter_found(found, relation, row, col, edge)
         return row, col, edge

@@ -49,8 +49,7 @@ class HopPages:
 
     def reserve_more(self, what: str, more_bytes: int) -> None:
         """Have so much beside that. Raises as that does."""
-        self._hop_bytes += more_bytes
-        self._scratch.reserve(self._hop_bytes, what)
+        self.reserve(what, self._hop_bytes + more_bytes)
 
     def reserve_lists(self, what: str, least_bytes: int, most_bytes: int) -> int:
         """Have scratch for lists that are looked at whole, beside the hop: ``most_bytes`` if that is not much

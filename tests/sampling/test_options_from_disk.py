@@ -381,3 +381,20 @@ def test_values_that_are_wrong_are_found() -> None:
     for bad in (-1.0, np.nan, np.inf):
         assert list_draws.bad_weight(np.array([1, 0, bad], np.float32)) == 2
     assert list_draws.bad_weight(np.array([1, 0], np.float32)) == -1
+
+
+@pytest.mark.parametrize("said", [{"weight_attr": "weights"}, {"time_attr": "since"}])
+def test_a_hop_reads_each_page_once(plain: featstore.Store, engine: str, said: dict[str, Any]) -> None:
+    """However many lists lie on it, and however often they are asked: where all fits at once, or in many
+    pieces, but for the pages where these end."""
+    tables = ["features/sources"] + ["features/weights"] * ("weight_attr" in said)
+    pages_bytes = 4096 * sum(plain.table(name).layout.pages for name in tables)
+    for disjoint, memory in ((False, "48MiB"), (True, "48MiB"), (True, "12MiB")):
+        given: Any = {"memory": memory, "engine": engine, "edge_ids": False, "disjoint": disjoint, **said}
+        with plain.sampler([2, -1], **given) as sampler:
+            sampler._held.cut(0)
+            for times in range(1, 3):
+                batch = sampler.sample(seeds_of(times, 600, NODES))
+                assert len(batch.num_sampled_nodes) == 3
+                assert pages_bytes / 2 < sampler.stats().bytes_read <= times * 2.5 * pages_bytes
+            assert sampler.stats().edges_cached == 0
