@@ -7,6 +7,7 @@ It imports nothing beyond featstore and what that needs, because all of it count
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,11 @@ def main() -> None:
     """Pack what is given."""
     given = json.loads(sys.argv[1])
     out, permutation = Path(given["out"]), given["permutation"]
+    if given.get("cores"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given["cores"]])
     options = {"order": "permutation", "permutation": permutation} if permutation else {"order": "given"}
+    if given.get("graph"):
+        options = {"graph": given["graph"]}  # the order follows from it
     pack = featstore.pack  # imports the packing code, numpy and numba
     base_bytes = status_bytes("VmHWM")
     io, device, cpu, begin = process_io(), device_io(out.parent), cpu_seconds(), time.perf_counter()

@@ -7,6 +7,9 @@ Each pack runs in a process of its own, whose peak memory (VmHWM) and whose byte
 (/proc/self/io) are those of the pack; the source is not in the page cache. The limit is fio for the same
 bytes, direct and synced at the end: reading them and then writing them, and, because reading and writing of a
 spill overlap, reading beside writing. The rows of each store are compared with the truth.
+
+A generated graph with small rows is packed, too, partitioned and all, on every core and on one: there the
+cores bind. Both stores must have the same digests.
 """
 
 from __future__ import annotations
@@ -17,12 +20,25 @@ from typing import Any
 
 import click
 import numpy as np
-from harness import HERE, Claim, Contender, Report, Sample, Series, Settings, measure_rounds, shared_options
+from graphs import GraphFiles, generate
+from harness import (
+    HERE,
+    Claim,
+    Contender,
+    Report,
+    Sample,
+    Series,
+    Settings,
+    measure_rounds,
+    paired_ratio,
+    shared_options,
+)
 from peers import fio
 from system import drop_caches, free_memory_bytes, run_child, touch_memory
 from tables import ROW_BYTES, Tables, check_rows, remove
 
 import featstore
+from featstore.base.system import available_cores
 from featstore.units import format_bytes, parse_bytes
 
 RSS_SLACK_BYTES = 150 * 2**20
@@ -30,6 +46,9 @@ SPEED_BAR = 0.6
 CHECKED_ROWS = 20_000
 SMALL_ROWS = 250_000  # of 64 B: with 10 MiB of memory they go through spill files
 PERMUTED, GIVEN = "featstore pack, permuted", "featstore pack, as given"
+GRAPH, ALONE = "featstore pack with a graph", "featstore pack with a graph, one core"
+NODES, QUICK_NODES, EDGES_A_NODE, GRAPH_MEMORY_BYTES = 4_000_000, 100_000, 10, 2 << 30
+CORES_BAR = 1.6
 AFTER, BESIDE = "fio, reads then writes", "fio, reads beside writes"
 COLD = "cold (page cache dropped)"
 
@@ -40,6 +59,8 @@ class Packing:
     def __init__(self, tables: Tables, memory_bytes: int, settings: Settings) -> None:
         self.tables, self.memory_bytes, self.workspace = tables, memory_bytes, settings.workspace
         self.source = tables.flat()
+        self.nodes = QUICK_NODES if settings.quick else NODES
+        self.digests: list[str] = []
         self.permutation = settings.workspace / "permutation.npy"
         np.save(self.permutation, np.random.default_rng(0).permutation(tables.rows).astype(np.int32))
 
@@ -57,6 +78,24 @@ class Packing:
             check_rows(ids, reader.read(ids), len(ids))
         remove(out)
         return Sample(self.table_bytes / 1e6, result["seconds"], result["cpu_seconds"], result)
+
+    def pack_graph(self, files: GraphFiles, cores: int | None) -> Sample:
+        """Pack a graph and its rows in a child process. The amount is its edges, in millions."""
+        out, graph = self.workspace / "graph.store", files.path("graph").with_suffix(".npz")
+        if not graph.exists():
+            np.savez(graph, indptr=files.load("indptr"), indices=files.load("indices"))
+        drop_caches([graph, files.path("features")])
+        result = run_pack(files.path("features"), None, out, GRAPH_MEMORY_BYTES, graph, cores)
+        with featstore.open(out) as store:
+            entries = [one.entry for one in store.tables.values()]
+            entries += [one.entry.sources for one in store.graphs.values()]
+            digests = [one.statistics["rows_digest"] for one in entries]
+        if self.digests not in ([], digests):
+            raise AssertionError("another number of cores has made another store")
+        self.digests = digests
+        remove(out)
+        edges = EDGES_A_NODE * self.nodes / 1e6
+        return Sample(edges, result["seconds"], result["cpu_seconds"], result)
 
     def fio_after(self, passes: int) -> Sample:
         """fio reads the table ``passes`` times, then writes it so often."""
@@ -81,7 +120,11 @@ class Packing:
         return Sample(self.table_bytes / 1e6, seconds)
 
     def contenders(self) -> list[Contender]:
-        found = []
+        files = generate(self.workspace / f"graph-{self.nodes}", self.nodes, EDGES_A_NODE * self.nodes, 16)
+        found = [
+            Contender(name, "M edges/s", COLD, lambda _, n=cores: self.pack_graph(files, n))  # type: ignore[misc]
+            for name, cores in ((GRAPH, None), (ALONE, 1))
+        ]
         for name, passes, permutation in ((PERMUTED, 2, self.permutation), (GIVEN, 1, None)):
             found += [
                 Contender(name, "MB/s of table", COLD, lambda _, p=permutation: self.pack(p)),  # type: ignore[misc]
@@ -101,12 +144,16 @@ class Packing:
         return found
 
 
-def run_pack(source: Path, permutation: Path | None, out: Path, memory_bytes: int) -> dict[str, Any]:
-    """Pack in a child process; returns what it measured."""
+def run_pack(
+    source: Path, permutation: Path | None, out: Path, memory_bytes: int, graph: Path | None = None,
+    cores: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Pack in a child process; returns what it measured. ``cores`` None: all that there are."""
     remove(out)
     return run_child(HERE / "child_pack.py", {
         "source": str(source), "permutation": None if permutation is None else str(permutation),
-        "out": str(out), "memory_bytes": memory_bytes,
+        "out": str(out), "memory_bytes": memory_bytes, "graph": None if graph is None else str(graph),
+        "cores": cores,
     })  # fmt: skip
 
 
@@ -192,7 +239,15 @@ def fill(report: Report, series: dict[str, Series], packing: Packing) -> None:
         ],
         rows,
     )
+    whole, alone = series[GRAPH], series[ALONE]
+    report.claims.append(
+        Claim("with a graph: on one core over all cores", paired_ratio(whole, alone), CORES_BAR)
+    )
     report.notes = [
+        f"The graph has {packing.nodes:,} nodes with rows of 64 B and {EDGES_A_NODE} stored edges a node; "
+        f"{available_cores()} cores have packed it within "
+        f"{median(s.seconds for s in whole.samples):.1f} s, one within "
+        f"{median(s.seconds for s in alone.samples):.1f}, to the same digests of rows and lists.",
         "Bytes are those of /proc/self/io of the packing process, threads included; the column of the "
         "whole device counts everybody's.",
         "Peak RSS is VmHWM of a fresh process, whose interpreter, libraries and machine code are in it; "

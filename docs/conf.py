@@ -24,7 +24,7 @@ default_role = "code"
 CONTENTS = {
     "Begin here": ["quickstart", "choosing-a-mode", "coming-from", "glossary"],
     "While you work": ["how-to", "memory", "troubleshooting", "cli", "api", "hosts", "orders-of-training"],
-    "Before you decide": ["../README", "faq", "performance", "refused"],
+    "Before you decide": ["What it promises <../README>", "faq", "performance", "refused"],
     "How it is made": [
         "design", "architecture", "decisions/README", "../formats/README", "CONTRIBUTING", "SECURITY",
         "../CHANGELOG",

@@ -4,21 +4,21 @@ The header is eight int64: magic, kind, number, detail, bytes of the body, check
 comes before. A check is a CRC-32C: of one page its own; of more, that of their CRCs, so that a body of 4 MiB
 takes two levels of the pages' kernel. Nothing is pickled.
 
-===== ======================================= ====== ============ =========================================
-kind  says                                    number detail       body
-===== ======================================= ====== ============ =========================================
-HELLO what the host is, and agrees to         0      0            JSON
-ASK   send these rows                         its own 0           ids of each table: int64 counts, then ids
-PICK  send neighbours of these nodes          its own 0           int64s, see :mod:`featstore.hosts.lists`
-ROWS  here is what was asked for              asked  0            rows of each table, padded to 64 bytes; or
-lists ERROR it could not be read                    asked  0            JSON, see
-``featstore.base.passed_errors`` PING  I am there                              0      0
-GONE  a host is gone, and so am I             0      that host    text
+===== ======================================= ====== ====== ============================================
+kind  says                                    number detail body
+===== ======================================= ====== ====== ============================================
+HELLO what the host is, and agrees to         0      0      JSON
+ASK   send these rows                         its    0      ids of each table: int64 counts, then ids
+PICK  send neighbours of these nodes          its    0      int64s, see :mod:`featstore.hosts.lists`
+ROWS  here is what was asked for              asked  0      rows of each table, padded to 64 bytes; or lists
+ERROR it could not be read                    asked  0      JSON, see ``featstore.base.passed_errors``
+PING  I am there                              0      0
+GONE  a host is gone, and so am I             0      host   text
 BYE   I ask for nothing more                  0      0
 SAME  my n-th loader has options of a digest  n      digest
 STEPS an epoch of one of my loaders has steps which  steps
 END   nothing more is said                    0      0
-===== ======================================= ====== ============ =========================================
+===== ======================================= ====== ====== ============================================
 """
 
 from __future__ import annotations

@@ -32,8 +32,6 @@ ALONE_NODES = 1 << 16  # fewer take less than a second, and have parts of which 
 CHUNKS_MIN = 4
 BATCHES_MIN = 32  # a pass: else too much of what a node sees is of before its batch
 
-PREFETCH_EDGES = 48  # labels are asked for so many edges ahead: without, a pass waits for memory
-
 #: Runs the nodes from ``begin`` to ``end`` whose last edge is in the block; first bad position in it, or -1.
 #: (number of the thread, begin, end, block, its first edge)
 Work = Callable[[int, int, int, NDArray[Any], int], int]

@@ -8,11 +8,12 @@ double while they may. Once one is as large as the memory allows, its lightest p
 back, while those that are dropped are the single edges of the graph's noise, of which each says next to
 nothing. So a coarse graph can be had in any memory, and where it holds all pairs nothing is lost.
 
-Where there are more clusters than METIS has room for, they are merged along the heaviest edges of the coarse
-graph, by label propagation in memory with the same limit. Where that does not get down to the number wanted,
-the smallest are packed together, whatever their edges: clusters of at most ``t`` nodes in the order of their
-labels, for ``t`` = 1, 2, 4 ... until few enough are left. Two successive packs hold more than ``limit`` nodes
-together, which bounds their number.
+Clusters are then merged along the heaviest edges of the coarse graph, by label propagation in memory with the
+same limit, and the coarse graph of what they have become follows from the first one
+(:func:`contract_vertices`). Where that does not get down to the number that METIS has room for, the smallest
+are packed together, whatever their edges: clusters of at most ``t`` nodes in the order of their labels, for
+``t`` = 1, 2, 4 ... until few enough are left. Two successive packs hold more than ``limit`` nodes together,
+which bounds their number.
 """
 
 from __future__ import annotations
@@ -190,6 +191,55 @@ def merge_vertices(coarse: CoarseGraph, limit: int, wanted: int) -> tuple[NDArra
         if pack_clusters(sizes, 0, limit) <= wanted:
             break
     return label, number_clusters(label, sizes, limit, vertices)
+
+
+@njit(cache=True, nogil=True)
+def contract_rows(
+    xadj: Any, adjacency: Any, weights: Any, label: Any, members: Any, bounds: Any, places: Any,
+    new_xadj: Any, new_adjacency: Any, new_weights: Any,
+) -> int:  # fmt: skip
+    """Write the edges of merged vertices, those between two of them summed up; how many there are.
+
+    ``members`` int64 [vertices], by what they became, from ``bounds`` int64 [merged + 1]; ``places`` int64
+    [merged], all -1; ``new_xadj`` int64 [merged + 1], ``new_adjacency`` and ``new_weights`` int64 [edges].
+    """
+    kept = 0
+    new_xadj[0] = 0
+    for merged in range(bounds.size - 1):
+        begin = kept
+        for at in range(bounds[merged], bounds[merged + 1]):
+            vertex = members[at]
+            for i in range(xadj[vertex], xadj[vertex + 1]):
+                other = label[adjacency[i]]
+                if other == merged:
+                    continue
+                if places[other] < begin:
+                    places[other] = kept
+                    new_adjacency[kept] = other
+                    new_weights[kept] = 0
+                    kept += 1
+                new_weights[places[other]] += weights[i]
+        new_xadj[merged + 1] = kept
+    return kept
+
+
+def contract_vertices(coarse: CoarseGraph, label: NDArray[np.int32], vertices: int) -> CoarseGraph:
+    """The coarse graph of merged vertices, ``label`` int32 [vertices of ``coarse``], 0 to ``vertices`` - 1.
+
+    Holds as much as ``coarse`` and 24 bytes a vertex.
+    """
+    sizes = np.bincount(label, minlength=vertices)
+    bounds = np.zeros(vertices + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    weights = np.zeros(vertices, np.int64)
+    np.add.at(weights, label, coarse.vertex_weights)
+    xadj, places = np.empty(vertices + 1, np.int64), np.full(vertices, -1, np.int64)
+    adjacency, edge_weights = np.empty_like(coarse.adjacency), np.empty_like(coarse.edge_weights)
+    edges = contract_rows(
+        coarse.xadj, coarse.adjacency, coarse.edge_weights, label, np.argsort(label, kind="stable"), bounds,
+        places, xadj, adjacency, edge_weights,
+    )  # fmt: skip
+    return CoarseGraph(xadj, adjacency[:edges], edge_weights[:edges], weights, coarse.dropped)
 
 
 def contract(

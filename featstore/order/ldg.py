@@ -37,8 +37,15 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.native import prefetch
 from featstore.errors import SourceError
-from featstore.order.chunks import PREFETCH_EDGES, Chunks, batch_nodes, seed_of_chunk
-from featstore.order.stream import BLOCK_EDGES, GraphLike, bad_edge_error, checked_indptr, node_count
+from featstore.order.chunks import Chunks, batch_nodes, seed_of_chunk
+from featstore.order.stream import (
+    BLOCK_EDGES,
+    PREFETCH_EDGES,
+    GraphLike,
+    bad_edge_error,
+    checked_indptr,
+    node_count,
+)
 
 PASSES = 40
 SLACK = 0.05

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.hashing import mix64
 from featstore.base.native import address_of, load_i32, load_i64, prefetch, store_i32, store_i64
-from featstore.order.chunks import PREFETCH_EDGES
+from featstore.order.stream import PREFETCH_EDGES
 
 PAIR_BYTES = 12
 """A slot of a table: the pair, int64, and its count, int32."""

@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.hashing import GOLDEN
 from featstore.base.native import prefetch
-from featstore.order.chunks import PREFETCH_EDGES, Chunks, batch_nodes, chunk_nodes, seed_of_chunk
+from featstore.order.chunks import Chunks, batch_nodes, chunk_nodes, seed_of_chunk
 from featstore.order.ldg import STAY_BONUS, next_random, random_of_pass
-from featstore.order.stream import GraphLike, bad_edge_error, node_count
+from featstore.order.stream import PREFETCH_EDGES, GraphLike, bad_edge_error, node_count
 
 TABLE_SLOTS_MAX = 1 << 16
 """Slots of the table of labels around a node; at most half are used."""
@@ -212,7 +212,11 @@ def end_labels_batch(
     ``bins`` int32 [labels + 1], -1 = none, or [0]; ``wishes`` is cleared.
     """
     count = 0
+    address = sizes.ctypes.data
     for at in range(before.size):
+        if at + PREFETCH_EDGES < before.size:
+            prefetch(address + 4 * np.int64(before[at + PREFETCH_EDGES]))
+            prefetch(address + 4 * np.int64(label[first_node + at + PREFETCH_EDGES]))
         old, new = np.int64(before[at]), np.int64(label[first_node + at])
         sizes[old] -= 1
         if new != old and sizes[new] >= limit:

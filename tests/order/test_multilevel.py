@@ -327,6 +327,23 @@ def test_a_merging_pass_is_its_twin(graph: Csc, limit: int) -> None:
         assert sizes.tolist() == twin_sizes
 
 
+@settings(max_examples=40, deadline=None)
+@given(graphs(60, 200), st.integers(1, 12), st.integers(0, 100))
+def test_merged_vertices_have_the_graph_of_a_count_of_their_nodes(graph: Csc, merged: int, seed: int) -> None:
+    nodes = graph.indptr.size - 1
+    of_node, merged_of = (
+        np.arange(nodes, dtype=np.int32),
+        np.random.default_rng(seed).integers(0, merged, nodes),
+    )
+    coarse = coarsen.contract(graph, graph.indptr, of_node, nodes, pairs_max=1000, block_edges=10)
+    few = coarsen.contract_vertices(coarse, merged_of.astype(np.int32), merged)
+    assert coarse_weights(few) == true_weights(graph, merged_of.astype(np.int32))
+    assert few.vertex_weights.tolist() == np.bincount(merged_of, minlength=merged).tolist()
+    assert few.xadj[0] == 0
+    assert few.xadj[-1] == few.adjacency.size == few.edge_weights.size
+    assert few.dropped == coarse.dropped
+
+
 # --- the whole
 # --------------------------------------------------------------------------------------------------------
 

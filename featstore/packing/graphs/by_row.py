@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
+from featstore.base.native import prefetch
 from featstore.base.system import submitted
 from featstore.errors import SourceError
 from featstore.packing.graphs.csc import NO_IDS, CscGraph, release_pages
 from featstore.packing.graphs.placing import sort_with_ids
 
 _BLOCK_EDGES = 1 << 20
+_ROWS_AHEAD = 8
 _RUNS_PER_THREAD = 4  # so that none ends long before the others
 
 
@@ -43,6 +45,11 @@ def take_lists(
     ``row_of_source``, or its number where that is empty. False where a list has what is no node."""
     numbered, given, moved = out_ids.shape[0] > 0, edge_ids.shape[0] > 0, row_of_source.shape[0] > 0
     for row in range(first, last):
+        # Lists and rows lie all over memory: what is wanted soon is asked for now.
+        if row + 2 * _ROWS_AHEAD < last:
+            prefetch(indptr.ctypes.data + 8 * np.int64(node_of_row[row + 2 * _ROWS_AHEAD]))
+            soon = indptr[node_of_row[row + _ROWS_AHEAD]]
+            prefetch(indices.ctypes.data + indices.itemsize * soon)
         low, begin, end = indptr[node_of_row[row]], offsets[row], offsets[row + 1]
         ascends = True
         for place in range(begin, end):
@@ -50,6 +57,8 @@ def take_lists(
             if node < 0 or node >= source_nodes:
                 return False
             out[place] = node
+            if moved:
+                prefetch(row_of_source.ctypes.data + row_of_source.itemsize * np.int64(node))
             if numbered:
                 out_ids[place] = edge_ids[low + place - begin] if given else low + place - begin
             ascends = ascends and (place == begin or out[place - 1] <= out[place])
