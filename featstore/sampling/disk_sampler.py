@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import shown
 from featstore.base.dtypes import node_dtype
-from featstore.errors import BudgetError, ClosedError
+from featstore.errors import ArgumentError, BudgetError, ClosedError
 from featstore.plan.budget import Budget
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import ReaderStats
+from featstore.sampling.attributes import TimesOfSeeds
 from featstore.sampling.cache import NO_MAP, NeighbourCache
 from featstore.sampling.edge_ids import FINDING_BYTES
 from featstore.sampling.first_values import FirstValues
@@ -44,7 +46,6 @@ from featstore.sampling.under_way import HeldInMemory, MadeAgain, Scratch, Under
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.sampling.attributes import TimesOfSeeds
     from featstore.storage.store import OpenStore, StoredGraph, Table
 
 #: Scratch that is kept free of the cache from the beginning.
@@ -105,6 +106,8 @@ class DiskSampler(ABC):
         seed_times: TimesOfSeeds | None, memory: int | str, engine: str, queue_depth: int, verify: bool,
         threads: int | None, given: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:  # fmt: skip
+        if seed_times is not None and not isinstance(seed_times, TimesOfSeeds):
+            raise ArgumentError(f"seed_times must be a TimesOfSeeds, not {shown(seed_times)}")
         self.store, self.options, self._seed_times, self._given = store, options, seed_times, given
         self._relations, self._rows = list(relations), {name: one.rows for name, one in tables.items()}
         node_times = {
