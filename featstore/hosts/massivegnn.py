@@ -35,7 +35,7 @@ from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError
 from featstore.reader.graphs import read_offsets
 from featstore.storage.manifest import HALO_DEGREES, HALO_IDS
-from featstore.storage.store import OpenStore, Table
+from featstore.storage.store import Table
 from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.over import OverSource
 from featstore.tiers.static_tier import new_rows
@@ -194,22 +194,23 @@ class MassiveGNN:
 
 
 def halo_ids_of(table: Table) -> NDArray[np.int64]:
-    """The nodes of this host's halo, of a table of a split store, ascending; none without a graph. Raises
-    ArgumentError."""
+    """The nodes of this host's halo, of a table of a split store, ascending; none without a graph, and of
+    nodes without features. Raises ArgumentError."""
     part = table.tables_on_disk[0].store
     if part is table.store:
         raise ArgumentError(f"a halo is of a store that is split by hosts, not of {shown(table.store.path)}")
-    found = [part.arrays[f"{name}.{HALO_IDS}"] for name in _graphs_of(part, table)]
+    read = {} if table.name in part.featureless else part.graphs
+    found = [part.arrays[f"{n}.{HALO_IDS}"] for n, g in read.items() if g.source_table.name == table.name]
     return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
 
 def halo_of(table: Table) -> Halo:
-    """The same with degrees, for which the offsets of the whole graph are read; where that is split, too, the
-    part has them."""
+    """The same with degrees, of all graphs that lead to the table's nodes, whose offsets are read whole;
+    where graphs are split, too, the part has them."""
     ids = halo_ids_of(table)
     degrees = np.zeros(len(ids), np.int64)
     part = table.tables_on_disk[0].store
-    for name in _graphs_of(part, table):
+    for name in (name for name, graph in part.graphs.items() if graph.table.name == table.name):
         if f"{name}.{HALO_DEGREES}" in part.arrays:
             here = np.searchsorted(ids, part.arrays[f"{name}.{HALO_IDS}"])
             degrees[here] += part.arrays[f"{name}.{HALO_DEGREES}"]
@@ -218,10 +219,6 @@ def halo_of(table: Table) -> Halo:
         lengths, rows = np.diff(read_offsets(graph)), graph.table.row_of_node()
         degrees += lengths[ids if rows is None else rows[ids]]
     return Halo(ids, degrees)
-
-
-def _graphs_of(part: OpenStore, table: Table) -> list[str]:
-    return [name for name, graph in part.graphs.items() if graph.entry.table == table.name]
 
 
 class MassiveGNNTier(OverSource):

@@ -35,14 +35,18 @@ class PeersSource(OwnedTier):
     """Rows that other hosts own: a :class:`featstore.tiers.RowSource` under node ids of the whole graph, over
     the lines to them. Raises IdError for ids of this host.
 
-    ``store``: knows the tables as wholes. It does not close the exchange.
+    ``store``: knows the tables as wholes. ``tables``: those that are asked for, of all that have ``owners``.
+    It does not close the exchange.
     """
 
     name = "peers"
 
-    def __init__(self, store: OpenStore, owners: Mapping[str, Owners], exchange: Exchange | None) -> None:
+    def __init__(
+        self, store: OpenStore, owners: Mapping[str, Owners], exchange: Exchange | None,
+        tables: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.store, self.tables = store, list(owners)
+        self.store, self.tables = store, list(owners if tables is None else tables)
         self._owners, self._exchange = owners, exchange
         self.rows = self.row_bytes = 0  # asked for so far
 
@@ -72,13 +76,13 @@ class PeersSource(OwnedTier):
         assert exchange is not None
         parts: list[AskPart] = []
         room, count = exchange.body_bytes, exchange.ids_max
-        for number, name in enumerate(self.tables):
+        for number, name in enumerate(self._owners):
             positions = split[name][host] if name in split else _NONE
             table = self.store.table(name)
             while len(positions):
                 rows = min(len(positions), count, room // ALIGNMENT * ALIGNMENT // table.row_bytes)
                 if rows <= 0 or any(part.table == number for part in parts):
-                    exchange.ask(host, RowsAsk(request, parts, len(self.tables)))
+                    exchange.ask(host, RowsAsk(request, parts, len(self._owners)))
                     parts, room, count = [], exchange.body_bytes, exchange.ids_max
                     continue
                 now, positions = positions[:rows], positions[rows:]
@@ -89,7 +93,7 @@ class PeersSource(OwnedTier):
                 room, count = room - parts[-1].body_bytes, count - rows
                 self.rows, self.row_bytes = self.rows + rows, self.row_bytes + rows * table.row_bytes
         if parts:
-            exchange.ask(host, RowsAsk(request, parts, len(self.tables)))
+            exchange.ask(host, RowsAsk(request, parts, len(self._owners)))
 
     def close(self) -> None:
         self._closed = True

@@ -87,6 +87,7 @@ class WholeStore(OpenStore):
         self.place = self._place(family.hosts)
         self.part = OpenStore(self._own_part(given) if several else given)
         self._check_part(family)
+        self.featureless = self.part.featureless  # the topology's rows are owners
         names = [name for name in self.part.tables if name in self.manifest.tables]
         self.tables = Named(
             "the store has no table",
@@ -356,7 +357,8 @@ class HostsRows(HostsSource):
         self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies],
         reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
     ) -> None:  # fmt: skip
-        self._peers = PeersSource(store, owners, exchange)
+        asked = [name for name in owners if name in reader.tables]  # which a halo is of
+        self._peers = PeersSource(store, owners, exchange, asked)
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
         self.halo = None if halo is None else halo.over(below, halo_memory)
         super().__init__(store, owners, reader, below if self.halo is None else self.halo)

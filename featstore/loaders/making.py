@@ -180,6 +180,11 @@ class Making:
                     "wanted: give featstore.Buffer(memory=) or featstore.MassiveGNN() for mini-batches of "
                     "your own"
                 )
+            if self._of_types:
+                raise ArgumentError(
+                    "halo= as a size looks ahead for one type of nodes, not for several: give "
+                    "featstore.Buffer(memory=) or featstore.MassiveGNN(), which keep rows of each"
+                )
             return parse_bytes(halo, "halo")
         tables = list(self.store.tables.values())
         found = halo.host_bytes(tables)
@@ -222,21 +227,28 @@ class Making:
             self.store, fanouts, self.shares, seed=self._seed, graph=graph, seeds=nodes,
             check=self.whole.check_sampled, said=given.said,
         )  # fmt: skip
-        owned: dict[str, Any] = {}
-        here, in_order = self._here, self._in_order
+        made = self._divided(sampler, nodes, table.name, {"fanouts": fanouts, "graph": graph})
+        self.shares = rows_first(made, table, self.shares)
+        return made
+
+    def _divided(self, sampler: Any, seeds: Any, table: str, alike: dict[str, Any]) -> RankedBatches:
+        """The mini-batches around nodes of a table, each host's around its own; all have said ``alike``."""
+        here, in_order, owned = self._here, self._in_order, dict[str, Any]()
         if isinstance(self.store, WholeStore):
-            here = tuple(self.store.place.share(rank) for rank in here)
-            owned = {"owner": self.store.owners[table.name].hosts, "hosts": self.store.place.hosts}
-            digest = hashlib.sha256(checked_train(nodes, sampler.node_count).tobytes()).hexdigest()
-            alike = {"seeds": digest, "fanouts": fanouts, "seed": self._seed, "graph": graph}
-            alike["mode"] = given.mode
+            place, hosts = self.store.place, self.store.owners[table].hosts
+            here, owned = tuple(map(place.share, here)), {"owner": hosts, "hosts": place.hosts}
+            digest = hashlib.sha256(checked_train(seeds, sampler.node_count).tobytes()).hexdigest()
+            alike = alike | {"seeds": digest, "seed": self._seed, "mode": self.given.mode}
             self.store.agree(alike | self._seeds_of_a_step() | {"in_order": in_order})
         made = RankedBatches(
-            sampler, nodes, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
+            sampler, seeds, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
         )
         self._opened.callback(made.close)
-        self._not_empty(made)
-        self.shares = rows_first(made, table, self.shares)
+        if not len(made):
+            raise ArgumentError(
+                f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
+                "ranks: give fewer a batch"
+            )
         return made
 
     @property
@@ -251,20 +263,8 @@ class Making:
         sampler, self.shares = typed_sampler_within(
             self.store, seeds, fanouts, self.shares, self._seed, self.given.said
         )
-        made = RankedBatches(
-            sampler, seeds.ids, own=True, ranks=self._here, in_order=self._in_order,
-            **self._seeds_of_a_step(),
-        )  # fmt: skip
-        self._opened.callback(made.close)
-        return self._not_empty(made)
-
-    def _not_empty(self, made: RankedBatches) -> RankedBatches:
-        if not len(made):
-            raise ArgumentError(
-                f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
-                "ranks: give fewer a batch"
-            )
-        return made
+        alike = {"type": seeds.node_type, "fanouts": sampler.fanouts}
+        return self._divided(sampler, seeds.ids, seeds.node_type, alike)
 
     def _seeds_of_a_step(self) -> dict[str, Any]:
         """How seeds are divided among ranks."""

@@ -29,7 +29,7 @@ class TypedWhole(Whole):
 
     def __init__(self, store: OpenStore, edge_table: Any, attach: Any) -> None:
         super().__init__(store, None, ())
-        self.featureless = frozenset(store.manifest.featureless)
+        self.featureless = frozenset(store.featureless)
         self.edge_types = _edge_tables(store, edge_table)
         nodes = [name for name in store.node_types if name not in self.featureless]
         self._tables = [*nodes, *self.edge_types]

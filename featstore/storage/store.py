@@ -274,6 +274,7 @@ class OpenStore:
             {n: self._graph_class(self, n, e) for n, e in self.manifest.graphs.items()},
         )
         self.arrays: Mapping[str, NDArray[Any]] = _Arrays(self)
+        self.featureless = self.manifest.featureless  # types of nodes of which nobody reads rows
 
     def _check_files(self) -> None:
         root, folders = str(self.path), set()

@@ -364,8 +364,8 @@ def make(name: str, directory: Path) -> Path:
 
 
 def _split(golden: Golden, out: Path) -> None:
-    def given(graph: Any, *_: Any, table: str, **__: Any) -> Assignment:
-        return Assignment(golden.hosts[table].astype(np.uint8))
+    def given(graph: Any, dealt: Any, *_: Any, **__: Any) -> Assignment:
+        return Assignment(np.concatenate([golden.hosts[one.table] for one in dealt]).astype(np.uint8))
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -531,8 +531,9 @@ class Store:
                 need(sum(edges) <= split[n]["edges"], f"remote edges of {n}")
                 continue
             if host is None:
-                owner, (offsets, sources) = self.rows[self.manifest["graphs"][n]["table"]], self.graphs[n]
-                target = np.repeat(owner, np.diff(offsets))
+                g, (offsets, sources) = self.manifest["graphs"][n], self.graphs[n]
+                target = np.repeat(self.rows[g["table"]], np.diff(offsets))
+                owner = self.rows[g.get("source_table", g["table"])]
                 found = np.bincount(target[owner[sources] != target], minlength=hosts)
                 need(found.tolist() == edges, f"remote edges of {n} are not as many as is said")
                 continue

@@ -40,8 +40,9 @@ features = np.load("features.npy")
 """
 
 
-def graph_and_rows(path: Path, pack: Any) -> None:
-    """A store of two communities, split by one host, by two, and by three, with its topology."""
+def graph_and_rows(path: Path, pack: Any, *hosts: int) -> None:
+    """A store of two communities, split by one host, by two, and by three, with its
+    topology, or by so many ``hosts``."""
     rng = np.random.default_rng(7)
     features = rng.standard_normal((NODES, 17), np.float32)
     side = np.arange(NODES) * 2 // NODES
@@ -52,11 +53,11 @@ def graph_and_rows(path: Path, pack: Any) -> None:
     arrays = {"train": np.arange(0, NODES, 3), "label": np.arange(NODES) % 5}
     graph = np.stack([source, target])
     pack(path / "s", features, graph=graph, arrays=arrays, order="ldg", partitions=32).close()
-    for hosts in (1, 2, 3):
-        copies = "1000x" if hosts == 3 else None  # of the whole halo
+    for count in hosts or (1, 2, 3):
+        copies = "1000x" if count == 3 else None  # of the whole halo
         featstore.split(
-            path / "s", hosts, path / f"parts{hosts}", train="train", halo_disk=copies,
-            split_topology=hosts == 3,
+            path / "s", count, path / f"parts{count}", train="train", halo_disk=copies,
+            split_topology=count == 3,
         )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def describe_table(t: Any) -> dict[str, Any]:
         },
         "partitions": {"count": len(sizes), "rows": spread(1), "bytes": spread(t.row_bytes)},
         "statistics": statistics,
-        "featureless": t.name in t.store.manifest.featureless,
+        "featureless": t.name in t.store.featureless,
     }
 
 

@@ -116,7 +116,7 @@ def _tables(data: dict[str, Any]) -> str:
 
 def _charted(store: Any) -> list[Any]:
     """The largest tables that have rows of bytes."""
-    tables = [t for t in store.tables.values() if t.rows and t.name not in store.manifest.featureless]
+    tables = [t for t in store.tables.values() if t.rows and t.name not in store.featureless]
     if not tables:
         raise NotThere("no table has features")
     return sorted(tables, key=lambda t: -t.data_bytes)

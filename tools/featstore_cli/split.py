@@ -182,12 +182,12 @@ def _show(data: dict[str, Any]) -> None:
         text = f"{g['remote_edges']:,} of {g['edges']:,} edges ({share:.1%}) join two hosts"
         cut.append((f"graph {name!r}", text))
     lines = [
-        [f"host-{part['host']}", name, f"{rows:,}", *_of_graph(part, name), format_bytes(part["bytes"])]
+        [f"host-{part['host']}", name, *_numbers(part, name), format_bytes(part["bytes"])]
         for part in data["parts"]
-        for name, rows in part["rows"].items()
+        for name in dict.fromkeys([*part["rows"], *part["edges"]])
     ]
     show(
-        table(["part", "table", "rows", "edges", "halo nodes", "part's files"], lines, left=2),
+        table(["part", "table or graph", "rows", "edges", "halo nodes", "part's files"], lines, left=2),
         facts(
             [
                 ("split", f"{data['uuid']}, of {data['hosts']} hosts, in {seconds_text(data['seconds'])}"),
@@ -198,5 +198,5 @@ def _show(data: dict[str, Any]) -> None:
     )
 
 
-def _of_graph(part: dict[str, Any], name: str) -> list[str]:
-    return [f"{part[what][name]:,}" if name in part[what] else "" for what in ("edges", "halo")]
+def _numbers(part: dict[str, Any], name: str) -> list[str]:
+    return [f"{part[what][name]:,}" if name in part[what] else "" for what in ("rows", "edges", "halo")]

@@ -8,13 +8,17 @@ What METIS leaves uneven is mended: the partition goes to another host that cost
 evenness that it brings. Where the table has too few partitions for that, or too coarse ones, it is first cut
 into finer parts. A table without a graph is dealt out in equal runs of ids.
 
+Types of nodes that edges of several types join are cut together, as one graph over the nodes of all:
+partition p of every type is one vertex, which weighs the share of each type in it, and each is to be even.
+
 Nothing here depends on the memory or the cores: what does not fit is a BudgetError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,9 +46,23 @@ _BLOCK_ROWS = 1 << 20
 _SHARE = 1_000_000  # a weight of two shares: whole numbers for METIS
 
 
+@dataclass(frozen=True, eq=False)
+class DealtRows:
+    """Rows of a table that are dealt out: partitions begin where ``partition_offsets`` says; ``train`` bool
+    [rows], training nodes, where they are to be even."""
+
+    table: str
+    partition_offsets: NDArray[np.int64]
+    train: NDArray[np.bool_] | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.partition_offsets[-1])
+
+
 @dataclass(frozen=True)
 class Assignment:
-    """``host_of_row`` uint8 or uint16 [rows], and what is to be told of it."""
+    """``host_of_row`` uint8 or uint16 [rows of all tables], and what is to be told of it."""
 
     host_of_row: NDArray[Any]
     warnings: tuple[str, ...] = ()
@@ -134,63 +152,94 @@ def most_of(total: int, hosts: int) -> float:
 
 
 def assign(
-    graph: GraphLike, partition_offsets: NDArray[np.int64], hosts: int, *, table: str,
-    train: NDArray[np.bool_] | None, seed: int, memory_bytes: int,
+    graph: GraphLike, tables: Sequence[DealtRows], hosts: int, *, seed: int, memory_bytes: int
 ) -> Assignment:  # fmt: skip
-    """The hosts of a table's rows, by its graph over rows; ``train`` bool [rows], the training nodes.
+    """The hosts of the rows of ``tables``, by the graph over them, in which those of one table stand behind
+    those of the table before.
 
     Within ``memory_bytes`` above the graph's offsets and the training nodes. Raises SourceError where pymetis
     is missing, and for a bad graph, BudgetError.
     """
-    rows = node_count(graph)
+    rows, name = node_count(graph), ", ".join(repr(one.table) for one in tables)
     if hosts == 1:
         return Assignment(np.zeros(rows, np.uint8))
     if not metis_installed():
         raise SourceError(
-            f"cutting table {table!r} for {hosts} hosts needs pymetis: pip install 'featstore[metis]'"
+            f"cutting table {name} for {hosts} hosts needs pymetis: pip install 'featstore[metis]'"
         )
-    warnings: tuple[str, ...] = ()
     host_of_row = None
-    for label, vertices in _labels(graph, partition_offsets, hosts, table, seed, memory_bytes):
-        part, even = _cut(graph, label, vertices, hosts, table, train, seed, memory_bytes)
+    for label, vertices in _labels(graph, tables, hosts, name, seed, memory_bytes):
+        part, even = _cut(graph, label, vertices, hosts, tables, name, seed, memory_bytes)
         host_of_row = part.astype(host_dtype(hosts))[label]
         if even:
             return Assignment(host_of_row)
     assert host_of_row is not None
-    shares = [("rows", count_hosts(host_of_row, hosts))]
-    if train is not None:
-        shares.append(("training nodes", count_hosts(host_of_row[train], hosts)))
-    for what, counts in shares:
-        top = int(counts.argmax())
-        if counts[top] > most_of(int(counts.sum()), hosts):
-            warnings += (
-                f"table {table!r}: host {top} has {counts[top]:,} {what}, "
-                f"{counts[top] * hosts / counts.sum():.2f} "
-                f"times the mean of {hosts} hosts, and no cut was found that is within {BALANCE:g}: that "
-                "host "
-                "will be the slowest; take fewer hosts where that matters",
-            )  # fmt: skip
-    return Assignment(host_of_row, warnings)
+    return Assignment(host_of_row, tuple(_uneven(host_of_row, tables, hosts)))
+
+
+def _uneven(host_of_row: NDArray[Any], tables: Sequence[DealtRows], hosts: int) -> Iterator[str]:
+    """What is to be told of hosts that have too much."""
+    for one, first in zip(tables, _first_rows(tables), strict=False):
+        own = host_of_row[first : first + one.rows]
+        shares = [("rows", count_hosts(own, hosts))]
+        if one.train is not None:
+            shares.append(("training nodes", count_hosts(own[one.train], hosts)))
+        for what, counts in shares:
+            top = int(counts.argmax())
+            if counts[top] > most_of(int(counts.sum()), hosts):
+                yield (
+                    f"table {one.table!r}: host {top} has {counts[top]:,} {what}, "
+                    f"{counts[top] * hosts / counts.sum():.2f} times the mean of {hosts} hosts, and no cut "
+                    f"was found that is within {BALANCE:g}: that host will be the slowest; take fewer hosts "
+                    "where that matters"
+                )
+
+
+def _first_rows(tables: Sequence[DealtRows]) -> list[int]:
+    """Where the rows of each table begin among those of all, and where all end."""
+    return [0, *np.cumsum([one.rows for one in tables]).tolist()]
+
+
+def own_partitions(tables: Sequence[DealtRows]) -> tuple[NDArray[np.int32], int]:
+    """(partition of each row int32 [rows of all tables], how many have any): partition p of tables that have
+    as many partitions is one."""
+    begins: dict[int, int] = {}  # of the partitions of tables that have so many
+    count = 0
+    for one in tables:
+        parts = len(one.partition_offsets) - 1
+        if parts not in begins:
+            begins[parts], count = count, count + parts
+    used = np.zeros(count, bool)
+    for one in tables:
+        sizes = np.diff(one.partition_offsets)
+        used[begins[len(sizes)] + np.flatnonzero(sizes)] = True
+    number, first = np.cumsum(used, dtype=np.int32) - 1, _first_rows(tables)
+    label = np.empty(first[-1], np.int32)
+    for one, begin in zip(tables, first, strict=False):
+        numbers = number[begins[len(one.partition_offsets) - 1] :]
+        for part, (low, high) in enumerate(pairwise((one.partition_offsets + begin).tolist())):
+            label[low:high] = numbers[part]
+    return label, int(used.sum())
 
 
 def _labels(
-    graph: GraphLike, offsets: NDArray[np.int64], hosts: int, table: str, seed: int, memory_bytes: int
+    graph: GraphLike, tables: Sequence[DealtRows], hosts: int, name: str, seed: int, memory_bytes: int
 ) -> Iterator[tuple[NDArray[np.int32], int]]:
-    """(part of each row int32 [rows], how many there are): the table's own partitions, then finer ones."""
-    sizes = np.diff(offsets)
-    own = sizes[sizes > 0]
+    """(part of each row int32 [rows], how many there are): the tables' own partitions, then finer ones."""
     rows = node_count(graph)
     if 4 * rows > memory_bytes:
-        raise BudgetError(4 * rows, memory_bytes, f"hold the partitions of table {table!r}")
-    enough = len(own) >= PARTITIONS_PER_HOST * hosts
+        raise BudgetError(4 * rows, memory_bytes, f"hold the partitions of table {name}")
+    label, own = own_partitions(tables)
+    enough = own >= PARTITIONS_PER_HOST * hosts
     if enough:
-        yield np.repeat(np.arange(len(own), dtype=np.int32), own), len(own)
-    if len(own) < rows or not enough:
+        yield label, own
+    del label
+    if own < rows or not enough:
         parts = min(rows, FINER_PER_HOST * hosts)
-        yield _finer(graph, parts, seed, memory_bytes, table), parts
+        yield _finer(graph, parts, seed, memory_bytes, name), parts
 
 
-def _finer(graph: GraphLike, parts: int, seed: int, memory_bytes: int, table: str) -> NDArray[np.int32]:
+def _finer(graph: GraphLike, parts: int, seed: int, memory_bytes: int, name: str) -> NDArray[np.int32]:
     """Parts of nodes, whatever the order of the rows: int32 [rows]."""
     rows, edges = node_count(graph), edge_count(graph)
     small = edges <= _METIS_EDGES_MAX
@@ -199,7 +248,7 @@ def _finer(graph: GraphLike, parts: int, seed: int, memory_bytes: int, table: st
     )
     if needed > memory_bytes:
         raise BudgetError(
-            needed, memory_bytes, f"cut table {table!r}, which has few partitions, into finer ones"
+            needed, memory_bytes, f"cut table {name}, which has few partitions, into finer ones"
         )
     if small:
         return metis_partition(graph, parts, seed)
@@ -209,29 +258,26 @@ def _finer(graph: GraphLike, parts: int, seed: int, memory_bytes: int, table: st
 
 
 def _cut(
-    graph: GraphLike, label: NDArray[np.int32], vertices: int, hosts: int, table: str,
-    train: NDArray[np.bool_] | None, seed: int, memory_bytes: int,
+    graph: GraphLike, label: NDArray[np.int32], vertices: int, hosts: int, tables: Sequence[DealtRows],
+    name: str, seed: int, memory_bytes: int,
 ) -> tuple[NDArray[np.int32], bool]:  # fmt: skip
-    """(host of each part int32 [vertices], whether rows and training nodes are even)."""
+    """(host of each part int32 [vertices], whether rows and training nodes of each table are even)."""
     pairs = max(1, min(vertices * (vertices - 1) // 2, max(_PAIRS_PER_PARTITION * vertices, 1 << 14)))
     needed = label.nbytes + max(
         contract_bytes(vertices, pairs, _BLOCK_EDGES),
         24 * vertices + 32 * pairs + metis_memory_bytes(vertices, 2 * pairs, symmetric=True),
     )
     if needed > memory_bytes:
-        raise BudgetError(
-            needed, memory_bytes, f"deal the {vertices:,} partitions of table {table!r} to hosts"
-        )
+        raise BudgetError(needed, memory_bytes, f"deal the {vertices:,} partitions of table {name} to hosts")
     coarse = contract(
         graph, graph.indptr, label, vertices, pairs_max=pairs, block_edges=_BLOCK_EDGES,
         threads=available_cores(),
     )  # fmt: skip
-    counts = [coarse.vertex_weights]
+    counts = list(_amounts(label, vertices, tables))
     vertex_weights = coarse.vertex_weights
-    if train is not None:
-        trained = np.bincount(label[train], minlength=vertices)
-        counts.append(trained)
-        vertex_weights = np.sum([count * _SHARE // int(count.sum()) for count in counts], axis=0) + 1
+    if len(counts) > 1:
+        shares = [count * _SHARE // max(1, int(count.sum())) for count in counts]
+        vertex_weights = np.sum(shares, axis=0) + 1
     if vertices <= hosts:
         part = np.arange(vertices, dtype=np.int32)
     elif coarse.adjacency.size == 0:
@@ -243,3 +289,16 @@ def _cut(
             edge_weights=coarse.edge_weights,
         )  # fmt: skip
     return part, mend(coarse, counts, part, hosts)
+
+
+def _amounts(
+    label: NDArray[np.int32], vertices: int, tables: Sequence[DealtRows]
+) -> Iterator[NDArray[np.int64]]:
+    """What is to be even, int64 [vertices] each: the rows of each table, and its training nodes."""
+    for one, first in zip(tables, _first_rows(tables), strict=False):
+        own, counts = label[first : first + one.rows], np.zeros(vertices, np.int64)
+        for low in range(0, len(own), _BLOCK_ROWS):
+            counts += np.bincount(own[low : low + _BLOCK_ROWS], minlength=vertices)
+        yield counts
+        if one.train is not None:
+            yield np.bincount(own[one.train], minlength=vertices)

@@ -123,13 +123,15 @@ class FamilyStore:
 
     def commit(
         self, tables: dict[str, TableEntry], graphs: dict[str, GraphEntry], arrays: dict[str, ArrayEntry],
-        family: FamilyEntry, provenance: dict[str, Any],
+        family: FamilyEntry, provenance: dict[str, Any], featureless: list[str] | None = None,
     ) -> None:  # fmt: skip
+        """Make it the store's content; ``featureless``: tables whose nodes have no features."""
         groups = ["arrays"] if arrays else []
         groups += ["graphs", *(f"graphs/{name}" for name in graphs)] if graphs else []
         groups += [f"graphs/{name}/lists" for name, one in family.split_graphs.items() if one.lists]
         self.transaction.commit(
             groups, tables=tables, arrays=arrays, graphs=graphs, family=family, provenance=provenance,
+            featureless=featureless or [],
             features=[
                 *graph_features(graphs.values()), FAMILY_FEATURE,
                 *([SPLIT_GRAPHS_FEATURE] if family.split_graphs else []),

@@ -98,7 +98,8 @@ def split_features(
     inputs = parse_inputs(features, graph, arrays, reading, numbered=edge_ids is not False)
     if inputs.types:
         raise SourceError(
-            f"typed graphs are not split yet: {', '.join(map(repr, inputs.types))} have edge types"
+            f"{', '.join(map(repr, inputs.types))} have edge types, of which the order comes of a pack: pack "
+            "them, and split the store"
         )
     asked.sources = {name: _usable(name, source) for name, source in inputs.tables.items()}
     orders = by_table(order, inputs.tables, "order")

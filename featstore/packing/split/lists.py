@@ -20,17 +20,18 @@ GAP_EDGES = 1 << 14
 @njit(cache=True, nogil=True)
 def count_remote(
     offsets: NDArray[np.int64], block: NDArray[Any], first_edge: int, row: int, host_of_row: NDArray[Any],
-    remote: NDArray[np.int64],
+    host_of_source: NDArray[Any], remote: NDArray[np.int64],
 ) -> tuple[int, int]:  # fmt: skip
     """Add to ``remote`` int64 [hosts] the block's edges that go to a host's rows from another host's; (row of
-    the last edge, first position of no row, or -1). ``row``: that of the last edge before."""
+    the last edge, first position of no row, or -1). ``row``: that of the last edge before;
+    ``host_of_source``: of the rows that sources are."""
     for i in range(block.size):
         while offsets[row + 1] <= first_edge + i:
             row += 1
         source = block[i]
-        if source < 0 or source >= host_of_row.size:
+        if source < 0 or source >= host_of_source.size:
             return row, i
-        if host_of_row[source] != host_of_row[row]:
+        if host_of_source[source] != host_of_row[row]:
             remote[host_of_row[row]] += 1
     return row, -1
 
@@ -38,12 +39,13 @@ def count_remote(
 @njit(cache=True, nogil=True)
 def keep_local(
     offsets: NDArray[np.int64], block: NDArray[Any], first_edge: int, at: int, host_of_list: NDArray[Any],
-    place: NDArray[Any], host: int, host_of_row: NDArray[Any], local_row: NDArray[Any], out: NDArray[Any],
+    place: NDArray[Any], host: int, host_of_source: NDArray[Any], local_row: NDArray[Any], out: NDArray[Any],
     degrees: NDArray[np.int64], uses: NDArray[np.uint32],
 ) -> tuple[int, int, int]:  # fmt: skip
     """Of lists ``offsets[l]`` to ``offsets[l + 1]``, those of ``host``, and of these the block's edges whose
     sources are the host's: their local rows go to ``out``, one after the other; ``degrees`` of the list's
     ``place`` counts them, and ``uses`` uint32 [rows], or [0], each other source (it stops at 2**32 - 1).
+    ``host_of_source``, ``local_row`` [rows]: of the rows that sources are.
 
     Returns (edges kept, list of the last edge, first position of no row, or -1).
     """
@@ -55,9 +57,9 @@ def keep_local(
         if host_of_list[at] != host:
             continue
         source = block[i]
-        if source < 0 or source >= host_of_row.size:
+        if source < 0 or source >= host_of_source.size:
             return kept, at, i
-        if host_of_row[source] == host:
+        if host_of_source[source] == host:
             out[kept] = local_row[source]
             degrees[place[at]] += 1
             kept += 1
@@ -88,7 +90,7 @@ def stretches(offsets: NDArray[np.int64], lists: NDArray[np.int64]) -> Iterator[
 
 def local_lists(
     read: Any, offsets: NDArray[np.int64], lists: NDArray[np.int64], host_of_list: NDArray[Any],
-    place: NDArray[Any], host: int, host_of_row: NDArray[Any], local_row: NDArray[Any],
+    place: NDArray[Any], host: int, host_of_source: NDArray[Any], local_row: NDArray[Any],
     degrees: NDArray[np.int64], uses: NDArray[np.uint32], where: str,
 ) -> Iterator[NDArray[Any]]:  # fmt: skip
     """Blocks of the sources of a host's ``lists``, as local rows, each only lent; ``degrees`` and ``uses``
@@ -99,7 +101,8 @@ def local_lists(
         for low in range(int(offsets[first]), int(offsets[end]), PASS_EDGES):
             block = read(low, min(low + PASS_EDGES, int(offsets[end])))
             kept, at, bad = keep_local(
-                offsets, block, low, at, host_of_list, place, host, host_of_row, local_row, out, degrees, uses
-            )
+                offsets, block, low, at, host_of_list, place, host, host_of_source, local_row, out, degrees,
+                uses,
+            )  # fmt: skip
             need_row(bad, low, where)
             yield out[:kept]

@@ -35,6 +35,7 @@ from featstore.storage.manifest import (
     HubsEntry,
     SplitGraphEntry,
     TableEntry,
+    edge_parts,
 )
 from featstore.storage.store import StoredGraph, Table
 from featstore.storage.transaction import Transaction
@@ -91,26 +92,26 @@ def _owners_by_node(member: FamilyStore, table: Table, memory_bytes: int) -> Tab
 
 
 def _copied(member: FamilyStore, graph: StoredGraph) -> GraphEntry:
+    """A graph as it is: with all that there is of its edges, and its hubs."""
     store, entry, base = member.plan.store, graph.entry, f"graphs/{graph.name}"
 
-    def copied(part: str, step: int) -> TableEntry:
+    def copied(part: str, step: int = PASS_EDGES) -> TableEntry:
         table = store.table(f"{graph.name}/{part}")
         return member.vector(f"{base}/{part}", member.blocks(table, step), table.rows, table.dtype)
 
-    def ids(part: str) -> TableEntry | msgspec.UnsetType:
-        return copied(part, PASS_EDGES) if graph.has_edge_ids else msgspec.UNSET
+    def parts(of: GraphEntry | HubsEntry, prefix: str = "") -> dict[str, Any]:
+        return {part: copied(f"{prefix}{part}") for part in edge_parts(of)}
 
-    offsets, sources = copied("offsets", _OFFSETS_AT_ONCE), copied("sources", PASS_EDGES)
-    edge_ids = ids("edge_ids")
-    hubs = None
+    found: dict[str, Any] = {
+        "offsets": copied("offsets", _OFFSETS_AT_ONCE), "sources": copied("sources"), **parts(entry),
+    }  # fmt: skip
     if entry.hubs is not None:
         rows, ends = graph.hub_rows()
-        hubs = HubsEntry(
+        found["hubs"] = HubsEntry(
             entry.hubs.method, member.array(f"{base}/hub_rows", rows),
-            member.array(f"{base}/hub_offsets", ends), copied("hubs", PASS_EDGES),
-            ids("hub_edge_ids"),
+            member.array(f"{base}/hub_offsets", ends), copied("hubs"), **parts(entry.hubs, "hub_"),
         )  # fmt: skip
-    return GraphEntry(entry.table, entry.edges, offsets, sources, hubs, edge_ids)
+    return msgspec.structs.replace(entry, **found)
 
 
 def write_part(
@@ -129,11 +130,13 @@ def write_part(
         if plan.split_topology:
             split[name], degrees = write_whole_lists(member, graph, host, halo_ids)
             arrays[f"{name}.{HALO_DEGREES}"] = member.array(f"arrays/{name}.{HALO_DEGREES}", degrees)
-        named.setdefault(graph.entry.table, []).append((halo_ids, halo_uses))
+        if graph.source_table.name not in plan.store.featureless:
+            named.setdefault(graph.source_table.name, []).append((halo_ids, halo_uses))
     for name, halos in named.items() if plan.halo_disk is not None else ():
         tables[f"{name}.{HALO}"], nodes = _copies(member, plan.store.tables[name], host, halos)
         arrays[f"{name}.{HALO_NODES}"] = member.array(f"arrays/{name}.{HALO_NODES}", nodes)
-    member.commit(tables, graphs, arrays, plan.family(uuid, host, split), provenance)
+    featureless = plan.store.featureless
+    member.commit(tables, graphs, arrays, plan.family(uuid, host, split), provenance, featureless)
 
 
 def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
@@ -220,20 +223,26 @@ def _own_lists(
     member: FamilyStore, graph: StoredGraph, host: int
 ) -> tuple[GraphEntry, NDArray[Any], NDArray[np.uint32]]:
     """(the graph among a host's rows, ids of the nodes of others that its lists name, how often)."""
-    plan, store, total = member.plan, member.plan.store, graph.table.rows
-    host_of_row, lists = plan.host_of_row[graph.entry.table], store.table(f"{graph.name}/sources")
-    own, remote = plan.rows_of(graph.entry.table, host), plan.remote_edges[graph.name][host]
-    dtype, base = node_dtype(own), f"graphs/{graph.name}"
-    needed = total * (4 + 1 + 2 * node_dtype(total).itemsize) + own * 48 + 20 * min(total - own, remote)
-    plan.need(needed + plan.lists_bytes(graph), f"hold the lists of host {host} in graph {graph.name!r}")
-    rows = np.flatnonzero(host_of_row == host)
-    offsets, local_row = plan.offsets(graph), np.zeros(total, dtype)
-    local_row[rows] = np.arange(own, dtype=dtype)
-    degrees, uses = np.zeros(own, np.int64), np.zeros(total, np.uint32)
+    plan, lists = member.plan, member.plan.store.table(f"{graph.name}/sources")
+    total, own = graph.table.rows, plan.rows_of(graph.table.name, host)
+    others, remote = graph.source_table.rows, plan.remote_edges[graph.name][host]
+    own_sources = plan.rows_of(graph.source_table.name, host)
+    dtype, base = node_dtype(own_sources), f"graphs/{graph.name}"
+    needed = others * (4 + 2 * node_dtype(others).itemsize) + total + (own + own_sources) * 24
+    needed += 0 if graph.source_table is graph.table else total * node_dtype(own).itemsize
+    plan.need(
+        needed + 20 * min(others - own_sources, remote) + plan.lists_bytes(graph),
+        f"hold the lists of host {host} in graph {graph.name!r}",
+    )
+    host_of_row, host_of_source = (plan.host_of_row[t.name] for t in (graph.table, graph.source_table))
+    rows, offsets = np.flatnonzero(host_of_row == host), plan.offsets(graph)
+    local_row = _local_rows(host_of_source, host, own_sources)
+    place = local_row if graph.source_table is graph.table else _local_rows(host_of_row, host, own)
+    degrees, uses = np.zeros(own, np.int64), np.zeros(others, np.uint32)
     edges = int((offsets[rows + 1] - offsets[rows]).sum()) - remote
     with plan.reader(lists) as reader:
         blocks = local_lists(
-            _sources(reader), offsets, rows, host_of_row, local_row, host, host_of_row, local_row, degrees,
+            _sources(reader), offsets, rows, host_of_row, place, host, host_of_source, local_row, degrees,
             uses, graph.where(),
         )  # fmt: skip
         if edges == 0:  # nothing to write, and yet nodes of others to count
@@ -243,17 +252,27 @@ def _own_lists(
     del offsets, rows
     ends = np.zeros(own + 1, np.int64)
     np.cumsum(degrees, out=ends[1:])
-    written = member.vector(f"{base}/offsets", pieces(ends), own + 1, np.dtype(np.int64))
-    hubs = _own_hubs(member, graph, host, local_row, degrees)
+    found: dict[str, Any] = {
+        "offsets": member.vector(f"{base}/offsets", pieces(ends), own + 1, np.dtype(np.int64)),
+        "sources": sources, "hubs": _own_hubs(member, graph, host, place, local_row, degrees),
+    }  # fmt: skip
     halo = np.flatnonzero(uses)
-    uses, node_of_row = uses[halo], graph.table.node_of_row()
+    uses, node_of_row = uses[halo], graph.source_table.node_of_row()
     nodes = halo if node_of_row is None else node_of_row[halo]
     order = np.argsort(nodes, kind="stable")
+    parts = dict.fromkeys(edge_parts(graph.entry), msgspec.UNSET)  # which the topology has
     return (
-        GraphEntry(graph.entry.table, edges, written, sources, hubs),
-        nodes[order].astype(node_dtype(total)),
+        msgspec.structs.replace(graph.entry, edges=edges, **found, **parts),
+        nodes[order].astype(node_dtype(others)),
         uses[order],
     )
+
+
+def _local_rows(host_of_row: NDArray[Any], host: int, own: int) -> NDArray[Any]:
+    """[rows], which of a host's ``own`` rows each of its rows is; of others zero."""
+    local_row = np.zeros(len(host_of_row), node_dtype(own))
+    local_row[host_of_row == host] = np.arange(own, dtype=local_row.dtype)
+    return local_row
 
 
 def _sources(reader: Reader) -> Callable[[int, int], NDArray[Any]]:
@@ -261,27 +280,29 @@ def _sources(reader: Reader) -> Callable[[int, int], NDArray[Any]]:
 
 
 def _own_hubs(
-    member: FamilyStore, graph: StoredGraph, host: int, local_row: NDArray[Any], degrees: NDArray[np.int64]
-) -> HubsEntry | None:
-    """The store's hubs that the host owns, with their lists among its rows; None where there are none."""
+    member: FamilyStore, graph: StoredGraph, host: int, place: NDArray[Any], local_row: NDArray[Any],
+    degrees: NDArray[np.int64],
+) -> HubsEntry | None:  # fmt: skip
+    """The store's hubs that the host owns, with their lists among its rows; None where there are none.
+    ``place``, ``local_row``: which of the host's rows a target, and a source, is."""
     if graph.entry.hubs is None:
         return None
     plan, base = member.plan, f"graphs/{graph.name}"
-    host_of_row, copies = plan.host_of_row[graph.entry.table], plan.store.table(f"{graph.name}/hubs")
+    host_of_source, copies = plan.host_of_row[graph.source_table.name], plan.store.table(f"{graph.name}/hubs")
     hub_rows, hub_offsets = graph.hub_rows()
-    owner = host_of_row[hub_rows]
+    owner = plan.host_of_row[graph.table.name][hub_rows]
     mine = np.flatnonzero(owner == host)
     if len(mine) == 0:
         return None
-    rows = local_row[hub_rows[mine]]
+    rows = place[hub_rows[mine]]
     ends = np.zeros(len(mine) + 1, np.int64)
     np.cumsum(degrees[rows], out=ends[1:])
-    place, counted = np.zeros(len(owner), np.int64), np.zeros(len(mine), np.int64)
-    place[mine] = np.arange(len(mine))
+    place_of_hub, counted = np.zeros(len(owner), np.int64), np.zeros(len(mine), np.int64)
+    place_of_hub[mine] = np.arange(len(mine))
     with plan.reader(copies) as reader:
         blocks = local_lists(
-            _sources(reader), hub_offsets, mine, owner, place, host, host_of_row, local_row, counted,
-            _NO_USES, f"the hubs of {graph.where()}",
+            _sources(reader), hub_offsets, mine, owner, place_of_hub, host, host_of_source, local_row,
+            counted, _NO_USES, f"the hubs of {graph.where()}",
         )  # fmt: skip
         sources = member.vector(f"{base}/hubs", blocks, int(ends[-1]), local_row.dtype)
     return HubsEntry(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from featstore.errors import BudgetError, FormatError
 from featstore.packing.compare_orders import StoredLists, StoredTopology
 from featstore.packing.progress import PackStages
 from featstore.packing.sources.base import FeatureSource
-from featstore.packing.split.assignment import assign, count_hosts, equal_runs
+from featstore.packing.split.assignment import DealtRows, assign, count_hosts, equal_runs
 from featstore.packing.split.lists import PASS_EDGES, count_remote, need_row
+from featstore.packing.split.union import union_of
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import FamilyEntry, SplitGraphEntry
 from featstore.storage.store import OpenStore, StoredGraph, Table
@@ -121,64 +123,119 @@ class SplitPlan:
 
     # Who owns what.
 
-    def assign(self) -> None:
-        """Find the host of each row of each table, and count edges between hosts."""
-        for name, table in self.store.tables.items():
-            self.stages.begin("hosts", name)
-            graphs = self.graphs_of(name)
-            if graphs:
-                self.host_of_row[name] = self._by_graph(table, max(graphs, key=lambda graph: graph.edges))
-            else:
-                self.need(
-                    2 * node_dtype(table.rows).itemsize * table.rows, f"look up the nodes of table {name!r}"
-                )
-                self.host_of_row[name] = equal_runs(table.node_of_row(), table.rows, self.hosts)
-            if len(graphs) > 1:
-                first = max(graphs, key=lambda graph: graph.edges)
-                self.warnings.append(
-                    f"table {name!r} has {len(graphs)} graphs; its hosts were chosen by {first.name!r}, "
-                    "which "
-                    "has the most edges, and the edges of the others are cut as it comes"
-                )
+    def assign(self, scratch_dir: Path) -> None:
+        """Find the host of each row of each table, and count edges between hosts. ``scratch_dir``: for what
+        has no room in memory."""
+        together = self.joined() if self.store.edge_types else []
+        if together:
+            self.stages.begin("hosts", ", ".join(table.name for table in together))
+            self._by_union(together, scratch_dir)
+        for table in self.store.tables.values():
+            if table not in together:
+                self.stages.begin("hosts", table.name)
+                self.host_of_row[table.name] = self._alone(table)
         for name, graph in self.store.graphs.items():
             self.remote_edges[name] = self._count_remote(graph)
 
+    def joined(self) -> list[Table]:
+        """The tables that graphs join."""
+        ends = {end.name for one in self.store.graphs.values() for end in (one.table, one.source_table)}
+        return [table for name, table in self.store.tables.items() if name in ends]
+
+    def _alone(self, table: Table) -> NDArray[Any]:
+        """The hosts of a table's rows, by its own graph, or in equal runs."""
+        graphs = self.graphs_of(table.name)
+        if not graphs:
+            self.need(
+                2 * node_dtype(table.rows).itemsize * table.rows, f"look up the nodes of table {table.name!r}"
+            )
+            return equal_runs(table.node_of_row(), table.rows, self.hosts)
+        first = max(graphs, key=lambda graph: graph.edges)
+        if len(graphs) > 1:
+            self.warnings.append(
+                f"table {table.name!r} has {len(graphs)} graphs; its hosts were chosen by {first.name!r}, "
+                "which has the most edges, and the edges of the others are cut as it comes"
+            )
+        return self._by_graph(table, first)
+
     def _by_graph(self, table: Table, graph: StoredGraph) -> NDArray[Any]:
+        needed = self.lists_bytes(graph) + self._train_bytes(table)
+        dealt = [self._dealt(table, needed)]
         lists = self.store.table(f"{graph.name}/sources")
-        train, rows = self.train.get(table.name), table.rows
-        needed = self.lists_bytes(graph)
-        needed += 0 if train is None else 2 * rows + 12 * int(np.count_nonzero(train))
-        self.need(node_dtype(rows).itemsize * rows + needed, f"look up the nodes of table {table.name!r}")
-        memory = self.need(needed, f"hold the offsets of graph {graph.name!r}")
-        if train is not None and (node_of_row := table.node_of_row()) is not None:
-            train = train[node_of_row]
-            del node_of_row
         with self.reader(lists) as reader:
             stored: Any = StoredTopology(
                 self.offsets(graph), StoredLists(reader, lists.name, graph.edges, lists.dtype)
             )
-            try:
-                found = assign(
-                    stored, table.partition_offsets, self.hosts, table=table.name, train=train,
-                    seed=self.seed, memory_bytes=memory,
-                )  # fmt: skip
-            except BudgetError as error:
-                beside = self.memory_bytes - memory
-                raise BudgetError(error.needed_bytes + beside, self.memory_bytes, error.what) from None
+            memory = self.need(needed, f"hold the offsets of graph {graph.name!r}")
+            return self._assigned(stored, dealt, memory)
+
+    def _by_union(self, tables: Sequence[Table], scratch_dir: Path) -> None:
+        """Deal out several tables together, by the graph over all their nodes."""
+        first, nodes = {}, 0
+        for table in tables:
+            first[table.name], nodes = nodes, nodes + table.rows
+        graphs = list(self.store.graphs.values())
+        beside = max(map(self.lists_bytes, graphs))
+        memory = self.need(beside, "pass over the graphs")
+        with (
+            self._saying(memory // 2, parts=2),
+            union_of(graphs, first, nodes, self._lists, memory // 2, scratch_dir) as union,
+        ):
+            held = union.held_bytes + sum(map(self._train_bytes, tables))
+            dealt = [self._dealt(table, held) for table in tables]
+            memory = self.need(held, "hold the graph over the nodes of all types")
+            hosts = self._assigned(union, dealt, memory)
+        for table in tables:
+            self.host_of_row[table.name] = hosts[first[table.name] :][: table.rows]
+
+    @contextmanager
+    def _lists(self, graph: StoredGraph) -> Iterator[tuple[NDArray[np.int64], Callable[..., NDArray[Any]]]]:
+        """A graph's offsets, and what reads its sources."""
+        with self.reader(self.store.table(f"{graph.name}/sources")) as reader:
+            yield self.offsets(graph), lambda low, high: reader.read_runs([(low, high)])
+
+    def _train_bytes(self, table: Table) -> int:
+        """Memory for a table's training nodes, in the order of its rows."""
+        train = self.train.get(table.name)
+        return 0 if train is None else 2 * table.rows + 12 * int(np.count_nonzero(train))
+
+    def _dealt(self, table: Table, beside: int) -> DealtRows:
+        """A table's rows, with its training nodes in their order; ``beside``: what is held meanwhile."""
+        train = self.train.get(table.name)
+        map_bytes = node_dtype(table.rows).itemsize * table.rows
+        self.need(map_bytes + beside, f"look up the nodes of table {table.name!r}")
+        if train is not None and (node_of_row := table.node_of_row()) is not None:
+            train = train[node_of_row]
+        return DealtRows(table.name, table.partition_offsets, train)
+
+    def _assigned(self, graph: Any, dealt: Sequence[DealtRows], memory: int) -> NDArray[Any]:
+        with self._saying(memory):
+            found = assign(graph, dealt, self.hosts, seed=self.seed, memory_bytes=memory)
         self.warnings.extend(found.warnings)
         return found.host_of_row
+
+    @contextmanager
+    def _saying(self, given: int, parts: int = 1) -> Iterator[None]:
+        """A BudgetError for what was given one of so many parts of what was left is one for all memory."""
+        try:
+            yield
+        except BudgetError as error:
+            if error.given_bytes != given:
+                raise
+            needed = parts * (error.needed_bytes - given) + self.memory_bytes
+            raise BudgetError(needed, self.memory_bytes, error.what) from None
 
     def _count_remote(self, graph: StoredGraph) -> list[int]:
         """Edges to each host's rows from those of other hosts."""
         lists = self.store.table(f"{graph.name}/sources")
         self.need(self.lists_bytes(graph), f"hold the offsets of graph {graph.name!r}")
         self.stages.begin("count", graph.name, lists.data_bytes)
-        remote, row = np.zeros(self.hosts, np.int64), 0
-        offsets, host_of_row = self.offsets(graph), self.host_of_row[graph.entry.table]
+        remote, row, offsets = np.zeros(self.hosts, np.int64), 0, self.offsets(graph)
+        hosts = [self.host_of_row[one.name] for one in (graph.table, graph.source_table)]
         with self.reader(lists) as reader:
             for low in range(0, graph.edges, PASS_EDGES):
                 block = reader.read_runs([(low, min(low + PASS_EDGES, graph.edges))])
-                row, bad = count_remote(offsets, block, low, row, host_of_row, remote)
+                row, bad = count_remote(offsets, block, low, row, *hosts, remote)
                 need_row(bad, low, graph.where())
                 self.stages.add(block.nbytes)
         return remote.tolist()

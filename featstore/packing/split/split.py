@@ -84,18 +84,21 @@ def split_store(
     each, as they are and in their order, and the lists among them. A node's id in a part is its rank among
     the nodes of that host. The arrays ``GRAPH.halo_ids`` (ids of the store that was split, int32 or int64,
     ascending) and ``GRAPH.halo_uses`` (uint32) say which nodes of other hosts the lists of this one name, and
-    how often. The manifests' ``family`` says what belongs together. Small arrays are never split.
+    how often. Weights, times and numbers of edges are in the topology alone. The manifests' ``family`` says
+    what belongs together. Small arrays are never split.
 
     Hosts have rows, and training nodes, within 5 % of the mean, and few edges lead from one to another: whole
-    partitions of the store go to a host, or finer ones where it has few. A table without a graph is dealt out
-    in equal runs of ids. Compiled traces of the store are not taken along.
+    partitions of the store go to a host, or finer ones where it has few. Tables that edge types join are
+    dealt out together, and each is even. A table without a graph is dealt out in equal runs of ids. Compiled
+    traces of the store are not taken along.
 
     Args:
         store: the store to split, open or its path. It is only read.
         hosts: how many parts, 1 to 65,536, no more than a table with a graph has nodes.
         out: the directory; made if it does not exist.
         train: training nodes to deal out evenly: node ids, each once, a mask, or the name of an array of the
-            store; a mapping of table names to such where there are several tables with a graph.
+            store; a mapping of table names to such where there are several tables with a graph, of which the
+            name of an array ``TABLE.NAME`` says one where there are edge types.
         seed: of the partitioners, below 2**31. Equal stores, options and seed give equal bytes, whatever the
             memory and the cores.
         halo_disk: limit on copies of other hosts' rows in each part, bytes, a size, or a multiple of the
@@ -106,8 +109,9 @@ def split_store(
             hosts' nodes are then asked of these, see :func:`featstore.open_split`. By default the topology
             has all graphs as they are.
         memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
-            40 bytes a node of the largest table, features never whole. A BudgetError names what the step that
-            failed needs; a later one may need more, and ``resume`` goes on with any memory.
+            40 bytes a node of the largest table, or of all that edge types join, features never whole. A
+            BudgetError names what the step that failed needs; a later one may need more, and ``resume`` goes
+            on with any memory.
         resume: go on with an unfinished split in ``out``, of the same store and options; parts that are
             finished are left as they are.
         overwrite: replace the split in ``out``, one store after the other.
@@ -191,21 +195,15 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
         raise SourceError(f"{store.path} is of a split itself; split the store that it came from")
     if manifest.compiled is not None:
         raise SourceError(f"{store.path} is a compiled trace; split the store that it was compiled for")
-    for name, graph in store.graphs.items():
-        if graph.edge_type is not None or graph.has_weights or graph.has_times:
-            raise SourceError(
-                f"{store.path} cannot be split yet: its graph {name!r} has an edge type, weights or times, "
-                "which parts do not carry"
-            )
     for graph in store.graphs.values():
         for what in (HALO_IDS, HALO_USES, *([HALO_DEGREES] if split_topology else [])):
             check_name(f"{graph.name}.{what}", "array", SourceError)
-        if graph.table.rows < hosts:
+        if graph.edge_type is None and graph.table.rows < hosts:
             raise ArgumentError(
                 f"hosts must be at most the {graph.table.rows:,} nodes of table {graph.table.name!r}, not "
                 f"{hosts:,}"
             )
-    for name in {graph.entry.table for graph in store.graphs.values()} if copies else ():
+    for name in {graph.source_table.name for graph in store.graphs.values()} if copies else ():
         check_name(f"{name}.{HALO}", "table", SourceError)
         if f"{name}.{HALO}" in store.tables:
             raise SourceError(
@@ -213,27 +211,46 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
             )
     if copies and not store.graphs:
         raise ArgumentError("halo_disk= keeps copies of the halo, and the store has no graph: leave it out")
-    if split_topology and not store.graphs:
-        raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
-    numbered = next((graph.name for graph in store.graphs.values() if graph.has_edge_ids), None)
-    if split_topology and numbered is not None:
-        raise ArgumentError(
-            f"graph {numbered!r} has the numbers of its edges, which split_topology= would lose: leave it "
-            "out, or give edge_ids=False to what the graph is given to, pack or split_features"
-        )
-    most = max((table.rows for table in store.tables.values()), default=0)
+    if split_topology:
+        _check_split_topology(store)
+    nodes = store.node_types if store.edge_types else store.tables
+    most = max((store.tables[name].rows for name in nodes), default=0)
     if most < hosts:
         raise ArgumentError(
             f"hosts must be at most the {most:,} rows of the largest table, or some have none, not {hosts:,}"
         )
 
 
+def _check_split_topology(store: OpenStore) -> None:
+    if not store.graphs:
+        raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
+    for name, graph in store.graphs.items():
+        if graph.edge_type is not None:
+            raise ArgumentError(
+                f"graph {name!r} has an edge type, and split_topology= is of graphs without: leave it out, "
+                "and each host has the lists of all types"
+            )
+        if graph.has_edge_ids:
+            raise ArgumentError(
+                f"graph {name!r} has the numbers of its edges, which split_topology= would lose: leave it "
+                "out, or give edge_ids=False to what the graph is given to, pack or split_features"
+            )
+        if graph.has_weights or graph.has_times:
+            raise ArgumentError(
+                f"graph {name!r} has weights or times of its edges, which split_topology= would lose: leave "
+                "it out, or pack the graph without them"
+            )
+
+
 def _training(store: OpenStore, train: Any) -> dict[str, NDArray[np.bool_]]:
     """Masks of the training nodes, by table."""
     if train is None:
         return {}
-    dealt = sorted({graph.entry.table for graph in store.graphs.values()})
+    graphs = store.graphs.values()
+    dealt = sorted({end.name for graph in graphs for end in (graph.table, graph.source_table)})
     if not isinstance(train, Mapping):
+        if isinstance(train, str) and store.edge_types:  # of the type that it is named after
+            dealt = [train.partition(".")[0]] if train.partition(".")[0] in dealt else dealt
         if len(dealt) > 1:
             raise ArgumentError(
                 f"train must say whose nodes they are, as {{{dealt[0]!r}: ...}}: there are graphs over "
@@ -306,13 +323,10 @@ class _Split:
         plan, path = self._plan, self._out / TOPOLOGY
         finished = self._finished(TOPOLOGY)
         if finished is None:
-            plan.assign()
             fingerprint = {"base": plan.store.uuid, "hosts": plan.hosts, **self._asked}
             rows = sum(table.rows for table in plan.store.tables.values())
             needed = 2 * rows if plan.split_topology else 16 * rows + self._graph_bytes
-            self._write(
-                TOPOLOGY, fingerprint, needed, lambda t: write_topology_store(plan, t, self._provenance())
-            )
+            self._write(TOPOLOGY, fingerprint, needed, self._write_topology)
         else:
             wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {})
             check_finished(path, finished, wanted, None, self._asked)
@@ -320,6 +334,10 @@ class _Split:
             if finished is not None:
                 plan.read_hosts(topology)
             return topology.uuid
+
+    def _write_topology(self, transaction: Transaction) -> None:
+        self._plan.assign(transaction.generation.spill)
+        write_topology_store(self._plan, transaction, self._provenance())
 
     def _part(self, host: int, topology: str) -> bool:
         """Write a part unless it is there; whether it was written."""
@@ -331,7 +349,8 @@ class _Split:
             return False
         tables = plan.store.tables.values()
         needed = sum(self._rows_bytes(table, host) for table in tables)
-        needed += sum(plan.copies_bytes(t, host) for t in tables if plan.graphs_of(t.name))
+        named = {graph.source_table for graph in plan.store.graphs.values()}
+        needed += sum(plan.copies_bytes(table, host) for table in named)
         needed += self._graph_bytes // plan.hosts if plan.split_topology else 0
         fingerprint = {"topology": topology, "host": host}
         self._write(
