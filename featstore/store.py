@@ -222,13 +222,30 @@ class Store(Shown, OpenStore):
 
     def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler:
         """A neighbour sampler over a graph in this store; the options are those of
-        :class:`featstore.sampling.stored.StoredSampler`."""
+        :class:`featstore.sampling.stored.StoredSampler`, in place of whose ``options=`` are ``replace=``,
+        ``disjoint=``, ``subgraph_type=``, ``weight_attr=``, ``time_attr=``, ``temporal_strategy=`` and
+        ``time_window=``, as of :meth:`loader`. Weights and times of edges are those that the graph keeps."""
+        from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
         from featstore.sampling.stored import StoredSampler
+        from featstore.storage.relations import graph_of
 
         self.check_open()
-        check_options(options, options_of(StoredSampler), "a sampler")
+        named = [name for name in SAMPLING_OPTIONS if name != "input_time"]
+        own = [name for name in options_of(StoredSampler) if name not in ("options", "seed_times")]
+        check_options(options, (*own, *named), "a sampler")
         if "memory" not in options:
             raise ArgumentError("a sampler needs a budget: give memory=, bytes or a size such as '512MiB'")
+        said = {name: options.pop(name) for name in named if name in options}
+        if said:
+            graph = graph_of(self, options.get("graph"))
+            found = NamedOptions(self, graph, said, seeds_have_times=True)
+            if found.of_memory:
+                raise ArgumentError(
+                    f"{', '.join(found.of_memory)}: a sampler from disk goes by weights and times that the "
+                    "graph keeps: pack it with edge_weights= or edge_times=; store.loader holds the graph in "
+                    "memory for arrays"
+                )
+            options["options"] = found.from_disk()
         return StoredSampler(self, fanouts, **options)
 
     def loader(self, batches: Sampler | None = None, **options: Unpack[LoaderOptions]) -> Loader:

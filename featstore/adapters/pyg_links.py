@@ -1,5 +1,5 @@
 """PyG's ``LinkNeighborLoader`` over a store: the same call with a store in place of the data, and neither
-pyg-lib nor torch-sparse. The graph is held in memory, the rows are read by :meth:`featstore.Store.loader`."""
+pyg-lib nor torch-sparse. The rows are read by :meth:`featstore.Store.loader`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from featstore.adapters.pyg_loader import attached, edge_table_of, refuse, warn_
 from featstore.adapters.pyg_types import (
     canonical,
     check_links_numbered,
-    edges_of,
+    link_sampler,
     numbered,
     put_links,
     typed_attached,
@@ -20,12 +20,13 @@ from featstore.adapters.pyg_types import (
     without_numbers,
 )
 from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
-from featstore.errors import ArgumentError, BudgetError, MissingPackageError, SourceError
+from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
+from featstore.loaders.shares import MemoryShares
 from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
-from featstore.sampling.batches import GraphInMemory, bytes_in_memory
+from featstore.sampling.batches import bytes_in_memory, open_sampler
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
 from featstore.storage.edge_types import EdgeType
@@ -57,8 +58,8 @@ class LinkNeighborLoader:
     indices of triplets at the types of their ends.
 
     Args:
-        data: an open store with one table of nodes and a graph, or with edge types, whose graphs are to fit
-            into ``memory``.
+        data: an open store with one table of nodes and a graph, or with edge types. Graphs are held in memory
+            where they fit a third of ``memory``, else read from disk; all edges as links take 16 bytes each.
         num_neighbors: neighbours per node and hop, -1 for all; with edge types also a mapping of these.
         edge_label_index: links, integers [2, l] (tensor, array), the name of an array in the store, or None
             for all edges of the graph: in the order of their numbers where it keeps these; where it does not,
@@ -91,7 +92,7 @@ class LinkNeighborLoader:
         if not isinstance(data, OpenStore):
             raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
         if isinstance(data, WholeStore):
-            raise SourceError("links are sampled from a graph in memory: of a store that is not split")
+            raise SourceError("links are sampled from one disk: of a store that is not split")
         self._transform = None if transform is None else as_function(transform, "transform")
         for name in _OWN:
             if name in options:
@@ -115,7 +116,7 @@ class LinkNeighborLoader:
         self._unnumbered: list[EdgeType] = []  # edge types whose edges have no numbers
         edges: Any
         if data.edge_types and graph is None:
-            batches, self._type, needed = typed_link_batches(
+            self._batches, self._type, shares = typed_link_batches(
                 data,
                 edge_label_index,
                 canonical(num_neighbors),
@@ -129,38 +130,18 @@ class LinkNeighborLoader:
             names, edges = typed_attached(data, attach, unnumbered), numbered(data, unnumbered)
         else:
             of = graph_of(data, graph)
-            batches, needed = self._batches(
+            self._batches, shares = _batches_of(
                 data, of, num_neighbors, edge_label_index, said, memory_bytes, seed, negatives, given
             )
             names, edges = (
                 attached(data, of.table.rows, attach, options),
                 edge_table_of(data, of.name, options.get("mode")),
             )
-        self.loader = Loader(
-            data, batches, attach=names, memory=memory_bytes - needed, tensors=True, edge_table=edges,
-            **options,
-        )  # fmt: skip
-
-    @staticmethod
-    def _batches(
-        data: OpenStore, graph: StoredGraph, fanouts: Any, links: Any, said: dict[str, Any],
-        memory_bytes: int, seed: int, negatives: Negatives | None, given: dict[str, Any],
-    ) -> tuple[LinkBatches, int]:  # fmt: skip
-        """Mini-batches of a graph without types, and what it takes in memory."""
-        if isinstance(fanouts, Mapping):
-            raise SourceError("num_neighbors by edge type is of a store with edge types; this has none")
-        named = NamedOptions(data, graph, said, seeds_have_times=True)
-        needed = bytes_in_memory(graph) + named.needed_bytes
-        if needed >= memory_bytes:
-            raise BudgetError(needed + 1, memory_bytes, "hold the graph, which links are sampled from")
-        sampler = GraphInMemory(graph, as_fanouts(fanouts), seed, graph.has_edge_ids, named)
-        ends = _array(data, links, "edge_label_index")
-        numbered = ends is not None or sampler.edge_ids is not None
-        if ends is None:
-            check_links_numbered(sampler.edge_ids, given)
-            ends = edges_of(sampler.indptr, sampler.indices, sampler.edge_ids)
-        of = LinkSampler(sampler, negatives=negatives)
-        return LinkBatches(of, ends, numbered=numbered, **given), needed
+        with shares.told_of_all():
+            self.loader = Loader(
+                data, self._batches, attach=names, memory=shares.rows_bytes, tensors=True, edge_table=edges,
+                **options,
+            )  # fmt: skip
 
     def __len__(self) -> int:
         """Mini-batches of an epoch, this rank's."""
@@ -193,6 +174,8 @@ class LinkNeighborLoader:
         """Give everything back. May be called more than once."""
         if hasattr(self, "loader"):
             self.loader.close()
+        if hasattr(self, "_batches"):
+            self._batches.close()
 
     def __enter__(self) -> LinkNeighborLoader:
         return self
@@ -205,6 +188,32 @@ class LinkNeighborLoader:
 
     def __repr__(self) -> str:
         return f"LinkNeighborLoader({self.loader!r})"
+
+
+def _batches_of(
+    data: OpenStore, graph: StoredGraph, fanouts: Any, links: Any, said: dict[str, Any],
+    memory_bytes: int, seed: int, negatives: Negatives | None, given: dict[str, Any],
+) -> tuple[LinkBatches, MemoryShares]:  # fmt: skip
+    """Mini-batches of a graph without types, and the shares of memory."""
+    if isinstance(fanouts, Mapping):
+        raise SourceError("num_neighbors by edge type is of a store with edge types; this has none")
+    named = NamedOptions(data, graph, said, seeds_have_times=True)
+    numbers = as_fanouts(fanouts)
+
+    def sampler_of(memory: int, in_memory: bool) -> Any:
+        return open_sampler(
+            data, numbers, seed=seed, graph=graph.name, memory=memory, in_memory=in_memory, options=named
+        )
+
+    ends = _array(data, links, "edge_label_index")
+    known = check_links_numbered(graph, ends, given)
+    needed = bytes_in_memory(graph) + named.needed_bytes
+    sampler, ends, shares = link_sampler(
+        graph, ends, memory_bytes, needed,
+        lambda: sampler_of(needed, True), lambda memory: sampler_of(memory, False),
+    )  # fmt: skip
+    around = LinkSampler(sampler, negatives=negatives)
+    return LinkBatches(around, ends, numbered=known, **given), shares
 
 
 def negatives_of(given: Any, ratio: Any = None) -> Negatives | None:

@@ -57,8 +57,9 @@ class NeighborLoader:
     have, a warning says.
 
     ``replace``, ``disjoint``, ``subgraph_type``, ``weight_attr``, ``time_attr``, ``temporal_strategy`` and
-    ``input_time`` are PyG's, and hold the graph in memory; ``weight_attr`` and ``time_attr`` are names of
-    arrays in the store. With disjoint subgraphs there is ``batch`` int64 [m], with times ``seed_time`` int64
+    ``input_time`` are PyG's; ``weight_attr`` and ``time_attr`` are ``"weights"`` and ``"times"`` for those
+    that the graph keeps, or names of arrays in the store; of such of edges the graph is held in memory. With
+    disjoint subgraphs there is ``batch`` int64 [m], with times ``seed_time`` int64
     [b].
 
     Of a store with edge types each is a ``HeteroData`` with all of this by type: arrays of nodes are those

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from featstore.arguments import shown
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
+from featstore.loaders.samplers import least_bytes, typed_on_disk
+from featstore.loaders.shares import MemoryShares
+from featstore.reader.graphs import read_links
+from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
 from featstore.sampling.minibatch import OF_LINKS
@@ -20,7 +24,7 @@ from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.relations import graph_of_array
-from featstore.storage.store import OpenStore
+from featstore.storage.store import OpenStore, StoredGraph
 
 #: What an edge type of a mini-batch has by itself.
 _OF_EDGES = ("edge_index", "edge_attr", "e_id", "num_sampled_edges", "adj_t", *OF_LINKS)
@@ -94,10 +98,10 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
 def typed_link_batches(
     store: OpenStore, given: Any, fanouts: Any, said: Mapping[str, Any], memory_bytes: int, seed: int, *,
     negatives: Negatives | None, **links: Any,
-) -> tuple[LinkBatches, EdgeType, int]:  # fmt: skip
+) -> tuple[LinkBatches, EdgeType, MemoryShares]:  # fmt: skip
     """Mini-batches around links of an edge type, which ``given`` is, or a pair of it and the links (None for
-    all edges, by their numbers where the graph keeps these); that type; and what the graphs in memory take.
-    Raises ArgumentError, BudgetError, UnknownNameError."""
+    all edges, by their numbers where the graph keeps these); that type; and the shares of memory. Raises
+    ArgumentError, BudgetError, UnknownNameError."""
     given = _named_type(store, given)
     if not (isinstance(given, tuple) and len(given) == 2 and given[0] in store.edge_types):
         known = ", ".join(map(repr, store.edge_types))
@@ -106,20 +110,17 @@ def typed_link_batches(
             f"it has {known}"
         )
     link_type, ends = given
-    options = TypedOptions(store, said, seeds_have_times=True)
-    needed = typed_bytes(store) + options.needed_bytes
-    if needed >= memory_bytes:
-        raise BudgetError(needed + 1, memory_bytes, "hold the graphs, which links are sampled from")
-    held = TypedInMemory(store, link_type[0], fanouts, seed, options=options.read())
-    sampler = LinkSampler(held.sampler, link_type=link_type, negatives=negatives)
-    numbers = held.sampler.edge_ids.get(link_type)
-    numbered = ends is not None or numbers is not None
-    if ends is None:
-        check_links_numbered(numbers, links)
-        ends = edges_of(*held.sampler.graphs[link_type], numbers)
-    elif hasattr(ends, "cpu"):
+    if hasattr(ends, "cpu"):
         ends = ends.cpu().numpy()
-    return LinkBatches(sampler, ends, numbered=numbered, **links), link_type, needed
+    graph, options = store.graphs[joined_name(link_type)], TypedOptions(store, said, seeds_have_times=True)
+    told = check_links_numbered(graph, ends, links)
+    sampler, ends, shares = link_sampler(
+        graph, ends, memory_bytes, typed_bytes(store) + options.needed_bytes,
+        lambda: TypedInMemory(store, link_type[0], fanouts, seed, options=options.read()),
+        typed_on_disk(store, link_type[0], fanouts, options, seed=seed),
+    )  # fmt: skip
+    around = LinkSampler(sampler, link_type=link_type, negatives=negatives)
+    return LinkBatches(around, ends, numbered=told, **links), link_type, shares
 
 
 def _named_type(store: OpenStore, given: Any) -> Any:
@@ -140,27 +141,43 @@ def _named_type(store: OpenStore, given: Any) -> Any:
     return named, links
 
 
-def edges_of(
-    indptr: NDArray[np.int64], indices: NDArray[Any], edge_ids: NDArray[Any] | None
-) -> NDArray[np.int64]:
-    """int64 [2, edges]: all edges of a CSC graph, sources above targets, by their numbers where it has
-    these."""
-    links = np.empty((2, len(indices)), np.int64)
-    places = slice(None) if edge_ids is None else edge_ids
-    links[0, places] = indices
-    links[1, places] = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-    return links
+def link_sampler(
+    graph: StoredGraph, ends: Any, memory_bytes: int, whole_bytes: int, in_memory: Callable[[], Any],
+    on_disk: Callable[[int], DiskSampler],
+) -> tuple[Any, Any, MemoryShares]:  # fmt: skip
+    """What samples around links: over graphs in memory, which take ``whole_bytes``, where these fit a
+    sampler's share, else from disk within that; the links, all edges of ``graph`` for None; and the shares of
+    what memory these leave. Raises BudgetError."""
+    links_bytes = 16 * graph.edges if ends is None else 0
+    if links_bytes >= memory_bytes:
+        what = f"hold all edges of {graph.where()} as links (or give some as edge_label_index)"
+        raise BudgetError(links_bytes + 1, memory_bytes, what)
+    shares = MemoryShares(memory_bytes - links_bytes, graph_bytes=whole_bytes, beside_bytes=links_bytes)
+    if whole_bytes > shares.sampler_bytes:
+        shares = replace(shares, least_bytes=least_bytes(on_disk))
+    with shares.told_of_all():
+        fits = whole_bytes <= shares.sampler_bytes
+        sampler = in_memory() if fits else on_disk(shares.sampler_bytes)
+    try:
+        return sampler, read_links(graph) if ends is None else ends, shares
+    except BaseException:
+        if isinstance(sampler, DiskSampler):
+            sampler.close()
+        raise
 
 
-def check_links_numbered(edge_ids: Any, given: Mapping[str, Any]) -> None:
-    """Raise SourceError for labels or times of all edges where nobody knows which edge each is of."""
+def check_links_numbered(graph: StoredGraph, ends: Any, given: Mapping[str, Any]) -> bool:
+    """Whether it is known which link each is: of all edges (``ends`` None) where the graph keeps their
+    numbers. Raises SourceError for labels or times of links of which it is not."""
+    known = ends is not None or graph.has_edge_ids
     told = [name for name in ("labels", "times") if given.get(name) is not None]
-    if edge_ids is None and told:
+    if told and not known:
         names = " and ".join(f"edge_label{'_time' if one == 'times' else ''}=" for one in told)
         raise SourceError(
             f"{names} of all edges go by their numbers, which the graph does not keep, and would be of other "
             "edges: give edge_label_index=, or pack with edge_ids=True"
         )
+    return known
 
 
 def put_links(data: Any, sample: Any, link_type: EdgeType) -> None:

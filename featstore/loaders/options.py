@@ -31,11 +31,12 @@ class LoaderOptions(TypedDict, total=False):
         graph: with ``seeds``: the name of the graph, where the store has several.
         replace, disjoint, subgraph_type, temporal_strategy: with ``seeds``: how neighbours are drawn, and
             what comes out, as of PyG's loader: :class:`featstore.sampling.options.SamplingOptions` has them,
-            as ``subgraph`` and ``temporal``. With any of these and the next ones the graph is held in memory;
-            not in mode partitions.
-        weight_attr: with ``seeds``: name of an array in the store with a weight for each edge, by the numbers
-            that edges were packed with.
-        time_attr: with ``seeds``: name of an array with the times of nodes, or of edges.
+            as ``subgraph`` and ``temporal``. These and the next ones not in mode partitions.
+        weight_attr: with ``seeds``: ``"weights"`` for those that the graph keeps; or the name of an array in
+            the store with a weight for each edge, by the numbers that edges were packed with: then the graph
+            is held in memory.
+        time_attr: with ``seeds``: ``"times"`` for those of edges that the graph keeps; or the name of an
+            array with the times of nodes, or of edges likewise.
         input_time: with ``time_attr``: int64, the times of the seeds, in their order (of a mask, ascending);
             by default their own, where nodes have times.
         time_window: with ``time_attr``: nothing that is more than so much earlier than its seed.

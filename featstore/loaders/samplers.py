@@ -15,7 +15,6 @@ from featstore.hosts.split_store import WholeStore
 from featstore.loaders.shares import MemoryShares, rows_at_most, wanted_bytes
 from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
 from featstore.sampling.batches import (
-    GraphInMemory,
     GraphSampler,
     RankedBatches,
     open_sampler,
@@ -48,15 +47,14 @@ def sampler_within(
         with shares.told_of_all():
             memory = shares.sampler_bytes
             return HostsSampler(store, fanouts, seed=seed, graph=graph, memory=memory), of.table, shares
-    whole, least = sampler_needs(store, fanouts, graph)
-    if not options.is_plain:
-        whole = least = whole + options.needed_bytes
+    whole, least = sampler_needs(store, fanouts, graph, options)
     shares = replace(shares, graph_bytes=whole, least_bytes=least)
+    times = None if options.input_time is None else TimesOfSeeds(seeds, options.input_time)
     with shares.told_of_all():
         memory = shares.sampler_bytes
-        made = open_sampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=options)
-    if options.input_time is not None and isinstance(made, GraphInMemory):
-        made.seed_times = TimesOfSeeds(seeds, options.input_time)
+        made = open_sampler(
+            store, fanouts, seed=seed, graph=graph, memory=memory, options=options, seed_times=times
+        )
     return made, of.table, shares
 
 
@@ -76,10 +74,7 @@ def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> Memor
     if shares.sampler_bytes < min(share, shares.graph_bytes):
         sampler.close()
         with shares.told_of_all():
-            made.sampler = open_sampler(
-                sampler.store, sampler.fanouts, seed=sampler.seed, graph=sampler.graph.name,
-                memory=shares.sampler_bytes,
-            )  # fmt: skip
+            made.sampler = sampler.with_memory(shares.sampler_bytes)
     return shares
 
 
@@ -88,34 +83,49 @@ def typed_sampler_within(
     said: Mapping[str, Any],
 ) -> tuple[TypedInMemory | TypedStoredSampler, MemoryShares]:  # fmt: skip
     """A sampler over all edge types of the store, with the options that were ``said``: over graphs in memory
-    where these fit the sampler's share, or where an option needs it and they fit at all, else from disk; and
-    the shares with what the sampler takes. Raises BudgetError, ArgumentError."""
+    where these fit the sampler's share, else from disk; and the shares with what the sampler takes. Raises
+    BudgetError, ArgumentError."""
     options = TypedOptions(store, said)
     whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
-    if whole > shares.sampler_bytes and not options.of_memory:
-        least = _least_bytes(store, node_type, fanouts, options)
-        shares = replace(shares, graph_bytes=whole, least_bytes=least)
+    times = None if options.input_time is None else TimesOfSeeds(seeds.ids, options.input_time)
+    if whole > shares.sampler_bytes:
+        on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed, seed_times=times)
+        shares = replace(shares, graph_bytes=whole, least_bytes=least_bytes(on_disk))
         with shares.told_of_all():
-            memory = shares.sampler_bytes
-            stored = TypedStoredSampler(
-                store, node_type, fanouts, memory=memory, seed=seed, options=options.read()
-            )
-        return stored, shares
-    if whole >= shares.memory_bytes:
-        what = f"hold the graphs of all edge types, which {', '.join(options.of_memory)} is sampled from"
-        beside = shares.beside_bytes
-        raise BudgetError(whole + 1 + beside, shares.memory_bytes + beside, what)
+            return on_disk(shares.sampler_bytes), shares
     left = shares.memory_bytes - whole
     shares = replace(shares, memory_bytes=left, beside_bytes=shares.beside_bytes + whole)
-    times = None if options.input_time is None else TimesOfSeeds(seeds.ids, options.input_time)
     made = TypedInMemory(store, node_type, fanouts, seed, options=options.read(), seed_times=times)
     return made, shares
 
 
-def _least_bytes(store: OpenStore, node_type: str, fanouts: Any, options: TypedOptions) -> int:
+def typed_on_disk(
+    store: OpenStore, node_type: str, fanouts: Any, options: TypedOptions, *, seed: int = 0,
+    seed_times: TimesOfSeeds | None = None,
+) -> Callable[[int], TypedStoredSampler]:  # fmt: skip
+    """What makes a sampler from disk within so many bytes, over all edge types; it raises BudgetError, also
+    for options that need the graphs in memory."""
+    of_memory = options.of_memory
+    said = None if of_memory else options.from_disk()
+
+    def made(memory: int) -> TypedStoredSampler:
+        if of_memory:
+            what = (
+                f"hold the graphs in memory, which {', '.join(of_memory)} is sampled from (or pack what it "
+                "names with edge_weights= or edge_times=, which are read from disk)"
+            )
+            raise BudgetError(typed_bytes(store) + options.needed_bytes, memory, what)
+        return TypedStoredSampler(
+            store, node_type, fanouts, memory=memory, seed=seed, options=said, seed_times=seed_times
+        )
+
+    return made
+
+
+def least_bytes(on_disk: Callable[[int], Any]) -> int:
     """Without which there is no sampler from disk."""
     try:
-        TypedStoredSampler(store, node_type, fanouts, memory=1, options=options.read()).close()
+        on_disk(1).close()
     except BudgetError as error:
         return error.needed_bytes
     return 0

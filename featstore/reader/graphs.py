@@ -14,6 +14,7 @@ from featstore.reader.reader import Reader
 from featstore.storage.store import StoredGraph
 
 _WHOLE_BYTES = 16 * 2**20  # of a reader that reads a table whole, its checksums besides
+_STEP_EDGES = 2**20  # that become links at a time
 
 
 def read_offsets(graph: StoredGraph) -> NDArray[np.int64]:
@@ -95,6 +96,36 @@ def places_by_node(
     place = np.repeat(offsets[row_of_node] - indptr[:-1], degrees)
     place += np.arange(len(place))
     return indptr, place
+
+
+def read_links(graph: StoredGraph) -> NDArray[np.int64]:
+    """All edges, int64 [2, edges]: node ids of sources above those of targets, by the user's numbers of edges
+    where the graph keeps these, else in the order of :func:`read_csc`. Read some at a time. Raises
+    BudgetError, CorruptionError, DeviceError, FormatError."""
+    check_machine(16 * graph.edges, f"hold all edges of {graph.where()}")
+    links, offsets, maps = np.empty((2, graph.edges), np.int64), read_offsets(graph), graph.table.maps()
+    of_source, of_target = graph.source_table.node_of_row(), None if maps is None else maps[1]
+    shift = None  # from the order of rows to that of nodes
+    if maps is not None:
+        ends = np.cumsum(np.diff(offsets)[maps[0]])
+        shift = ends[maps[1]] - offsets[1:]
+    names = [f"{graph.name}/sources"] + [f"{graph.name}/edge_ids"] * graph.has_edge_ids
+    memory = _WHOLE_BYTES + 4 * sum(graph.store.table(name).layout.pages for name in names)
+    with Reader(graph.store, tables=names, memory=memory, static=None) as reader:
+        for low in range(0, graph.edges, _STEP_EDGES):
+            places = np.arange(low, min(low + _STEP_EDGES, graph.edges))
+            read = reader.read_runs({name: [(low, low + len(places))] for name in names})
+            rows = np.searchsorted(offsets, places, side="right") - 1
+            sources = read[names[0]]
+            check_range(sources, graph.source_table.rows, f"a source of {graph.where()}")
+            if graph.has_edge_ids:
+                places = read[names[1]]
+                check_range(places, graph.edges, f"an edge id of {graph.where()}")
+            elif shift is not None:
+                places = places + shift[rows]
+            links[0, places] = sources if of_source is None else of_source[sources]
+            links[1, places] = rows if of_target is None else of_target[rows]
+    return links
 
 
 def read_whole(graph: StoredGraph, part: str) -> NDArray[Any]:

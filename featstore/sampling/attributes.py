@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from numpy.typing import NDArray
 from featstore.arguments import as_choice, as_flag, as_text, known_name
 from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, SourceError
-from featstore.reader.graphs import read_edge_ids
-from featstore.sampling.options import SUBGRAPHS, TEMPORAL, SamplingOptions, checked_times
+from featstore.reader.graphs import read_edge_ids, read_times, read_weights
+from featstore.sampling.options import KEPT, SUBGRAPHS, TEMPORAL, SamplingOptions, checked_times
 from featstore.storage.store import OpenStore, StoredGraph
 
+#: What the weights and the times are called that graphs keep.
+WEIGHTS, TIMES = "weights", "times"
 #: Options of loaders, by PyG's names, and what they are where nothing is said.
 SAMPLING_OPTIONS: Mapping[str, Any] = {
     "replace": False, "disjoint": False, "subgraph_type": "directional", "weight_attr": None,
@@ -33,8 +36,12 @@ def said_otherwise(said: Mapping[str, Any]) -> list[str]:
 
 class NamedOptions:
     """What was ``said`` of :data:`SAMPLING_OPTIONS`, for a graph of a store. Nothing is read before
-    :meth:`read`. ``seeds_have_times``: whoever samples says them, as links do. Raises ArgumentError,
-    UnknownNameError, SourceError."""
+    :meth:`read`.
+
+    ``weight_attr="weights"``, ``time_attr="times"``: those that the graph keeps, where it does; else the name
+    of an array, of edges by their numbers, or of nodes. ``seeds_have_times``: whoever samples says them, as
+    links do. Raises ArgumentError, UnknownNameError, SourceError.
+    """
 
     def __init__(
         self, store: OpenStore, graph: StoredGraph, said: Mapping[str, Any], *,
@@ -51,35 +58,13 @@ class NamedOptions:
             "temporal": as_choice(given["temporal_strategy"], "temporal_strategy", TEMPORAL),
             "window": given["time_window"],
         }
-        self._weights = None if given["weight_attr"] is None else self._array("weight_attr", given)
-        self._times = None if given["time_attr"] is None else self._array("time_attr", given)
+        self._weights = _Attribute.of(store, graph, "weight_attr", given, graph.has_weights)
+        self._times = _Attribute.of(store, graph, "time_attr", given, graph.has_times)
         self.input_time = given["input_time"]
-        nodes = graph.table.rows
-        self._timed_nodes = self._times is not None and self._rows(self._times) == nodes
-        for what, name in (("weight_attr", self._weights), ("time_attr", self._times)):
-            if name is None or (what == "time_attr" and self._timed_nodes):
-                if what == "time_attr" and name is not None and nodes == graph.edges:
-                    raise SourceError(
-                        f"time_attr={name!r} may be of nodes or of edges, of which the graph has as many"
-                    )
-                continue
-            if self._rows(name) != graph.edges:
-                raise SourceError(
-                    f"{what}={name!r} has {self._rows(name):,} values; the graph has {graph.edges:,} edges"
-                    + (f" and {nodes:,} nodes" if what == "time_attr" else "")
-                )
-            if not graph.has_edge_ids:
-                raise SourceError(
-                    f"{what}={name!r} goes by the numbers of edges, which the graph does not keep: pack it "
-                    "with edge_ids=True (--edge-ids)"
-                )
         if self._times is None and (self.input_time is not None or self._plain["temporal"] != "uniform"):
             raise ArgumentError("input_time= and temporal_strategy= are of times: say which, time_attr=")
-        if (
-            self._times is not None
-            and not (self._timed_nodes or seeds_have_times)
-            and self.input_time is None
-        ):
+        of_edges = self._times is not None and not self._times.of_nodes
+        if of_edges and not seeds_have_times and self.input_time is None:
             raise ArgumentError("time_attr= of edges needs the times of the seeds, input_time=")
         if self._times is None and self._plain["window"] is not None:
             raise ArgumentError("time_window= is of times: say which, time_attr=")
@@ -91,6 +76,15 @@ class NamedOptions:
         return same and SamplingOptions(**self._plain).is_plain
 
     @property
+    def of_memory(self) -> list[str]:
+        """Those that were said which lists on disk cannot be sampled with: arrays of edges by their numbers,
+        of which a list would have one anywhere."""
+        return [
+            f"{one.what}={one.name!r}" for one in (self._weights, self._times)
+            if one is not None and not (one.kept or one.of_nodes)
+        ]  # fmt: skip
+
+    @property
     def needed_bytes(self) -> int:
         """Memory for what they hold, while it is read."""
         edges = self._graph.edges
@@ -98,30 +92,91 @@ class NamedOptions:
 
     def read(self) -> SamplingOptions:
         """The options, with arrays in the order of the graph's CSC arrays. Raises CorruptionError,
-        DeviceError, SourceError."""
-        parts = dict(self._plain)
-        ids = None
-        if self._weights is not None or (self._times is not None and not self._timed_nodes):
-            ids = read_edge_ids(self._graph, by_node=True)
+        DeviceError, FormatError, SourceError."""
+        parts, ids, graph = dict(self._plain), None, self._graph
+        if any(one is not None and not (one.kept or one.of_nodes) for one in (self._weights, self._times)):
+            ids = read_edge_ids(graph, by_node=True)
         if self._weights is not None:
-            values = self._store.arrays[self._weights]
-            floats = values if values.dtype in (np.float32, np.float64) else values.astype(np.float64)
-            parts["weights"] = floats[ids]
-        if self._times is not None:
-            times = self._store.arrays[self._times]
-            parts["node_times" if self._timed_nodes else "edge_times"] = times if ids is None else times[ids]
-            if self._timed_nodes:
-                parts["node_times"] = times
+            parts["weights"] = read_weights(graph) if self._weights.kept else self._floats()[ids]
+        if self._times is not None and self._times.of_nodes:
+            parts["node_times"] = self._store.arrays[self._times.name]
+        elif self._times is not None:
+            times = self._times
+            parts["edge_times"] = read_times(graph) if times.kept else self._store.arrays[times.name][ids]
         return SamplingOptions(**parts)
 
-    def _array(self, what: str, given: Mapping[str, Any]) -> str:
-        name = as_text(given[what], what)
-        known_name(name, self._store.manifest.arrays, f"{what}: the store has no array")
-        return name
+    def from_disk(self) -> SamplingOptions:
+        """The options of a sampler from disk, where none is of memory alone. Raises CorruptionError,
+        DeviceError."""
+        parts = dict(self._plain)
+        if self._weights is not None:
+            parts["weights"] = KEPT
+        if self._times is not None:
+            of_nodes = self._times.of_nodes
+            parts["node_times" if of_nodes else "edge_times"] = (
+                self._store.arrays[self._times.name] if of_nodes else KEPT
+            )
+        return SamplingOptions(**parts)
 
-    def _rows(self, name: str) -> int:
-        shape = self._store.manifest.arrays[name].shape
-        return shape[0] if len(shape) == 1 else -1
+    def _floats(self) -> NDArray[Any]:
+        assert self._weights is not None
+        values = self._store.arrays[self._weights.name]
+        return values if values.dtype in (np.float32, np.float64) else values.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """What ``what`` names, which the graph keeps, or an array ``of_nodes`` or of edges."""
+
+    graph: StoredGraph
+    what: str
+    name: str
+    rows: int
+    kept: bool
+    of_nodes: bool
+
+    @classmethod
+    def of(
+        cls, store: OpenStore, graph: StoredGraph, what: str, given: Mapping[str, Any], there: bool
+    ) -> _Attribute | None:
+        """None where nothing is said. ``there``: the graph keeps some."""
+        if given[what] is None:
+            return None
+        name, own = as_text(given[what], what), {"weight_attr": WEIGHTS, "time_attr": TIMES}[what]
+        arrays, nodes = store.manifest.arrays, graph.table.rows
+        if name == own and there:
+            if name in arrays:
+                raise SourceError(
+                    f"{what}={name!r} may be what the graph keeps or an array: pack the array under another "
+                    "name"
+                )
+            return cls(graph, what, name, graph.edges, True, False)
+        known_name(name, arrays, f"{what}: the store has no array")
+        shape = arrays[name].shape
+        rows = shape[0] if len(shape) == 1 else -1
+        if what == "time_attr" and rows == nodes == graph.edges:
+            raise SourceError(
+                f"time_attr={name!r} may be of nodes or of edges, of which the graph has as many"
+            )
+        found = cls(graph, what, name, rows, False, what == "time_attr" and rows == nodes)
+        if found.of_nodes:
+            return found
+        if rows != graph.edges:
+            raise found.wrong_size()
+        if not graph.has_edge_ids:
+            raise SourceError(
+                f"{what}={name!r} goes by the numbers of edges, which the graph does not keep: pack it with "
+                "edge_ids=True (--edge-ids)"
+            )
+        return found
+
+    def wrong_size(self) -> SourceError:
+        """It has another number of values than there are edges, or nodes."""
+        graph = self.graph
+        nodes = f" and {graph.table.rows:,} nodes" if self.what == "time_attr" else ""
+        return SourceError(
+            f"{self.what}={self.name!r} has {self.rows:,} values; the graph has {graph.edges:,} edges{nodes}"
+        )
 
 
 class TimesOfSeeds:

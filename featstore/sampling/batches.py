@@ -103,11 +103,17 @@ def graph_bytes(nodes: int, edges: int, item: int, ids: int = 0, *, as_given: bo
     return _FIXED_BYTES + 48 * nodes + (16 + 3 * item + ids) * edges
 
 
-def sampler_needs(store: OpenStore, fanouts: Sequence[int], graph: str | None) -> tuple[int, int]:
+def sampler_needs(
+    store: OpenStore, fanouts: Sequence[int], graph: str | None, options: NamedOptions | None = None
+) -> tuple[int, int]:
     """Bytes that a sampler takes with the graph in memory, and those without which there is none."""
-    whole = bytes_in_memory(graph_of(store, graph))
+    whole, said = bytes_in_memory(graph_of(store, graph)), None
+    if options is not None:
+        whole, said = whole + options.needed_bytes, options.from_disk()
+        if options.of_memory:
+            return whole, whole
     try:
-        StoredSampler(store, fanouts, memory=1, graph=graph).close()
+        StoredSampler(store, fanouts, memory=1, graph=graph, options=said).close()
     except BudgetError as error:
         return whole, min(whole, error.needed_bytes)
     return whole, 0
@@ -116,30 +122,35 @@ def sampler_needs(store: OpenStore, fanouts: Sequence[int], graph: str | None) -
 def open_sampler(
     store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
     memory: int | str = "1GiB", in_memory: bool | None = None, edge_ids: bool | None = None,
-    options: NamedOptions | None = None,
+    options: NamedOptions | None = None, seed_times: TimesOfSeeds | None = None,
 ) -> GraphSampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
     ``in_memory`` decides instead. ``edge_ids``: mini-batches have the numbers of their edges, ``e_id``; by
-    default where the store keeps them. ``options``: what else is said; where that changes what is drawn, the
-    graph is to fit into memory.
+    default where the store keeps them. ``options``: what else is said; arrays of edges among it need the
+    graph in memory. ``seed_times``: the times of all seeds there will be.
 
     A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError,
     KeyError for a graph that is not there, CorruptionError, DeviceError, FormatError.
     """
     chosen, memory_bytes = graph_of(as_store(store), graph), parse_bytes(memory, "memory")
     numbered = wants_edge_ids(chosen, edge_ids)
-    needed = bytes_in_memory(chosen, numbered)
-    if options is not None and not options.is_plain:
-        needed += options.needed_bytes
-        if in_memory is False or needed > memory_bytes:
-            said = ", ".join(f"{name}=" for name in options.said)
-            what = f"hold the graph in memory, which {said} is sampled from"
-            raise BudgetError(needed, memory_bytes, what)
-        return GraphInMemory(chosen, fanouts, seed, numbered, options)
+    needed = bytes_in_memory(chosen, numbered) + (0 if options is None else options.needed_bytes)
+    of_memory = [] if options is None else options.of_memory
+    if of_memory and (in_memory is False or needed > memory_bytes):
+        what = (
+            f"hold the graph in memory, which {', '.join(of_memory)} is sampled from (or pack what it names "
+            "with edge_weights= or edge_times=, which are read from disk)"
+        )
+        raise BudgetError(needed, memory_bytes, what)
     fits = needed <= memory_bytes
     if fits if in_memory is None else as_flag(in_memory, "in_memory"):
-        return GraphInMemory(chosen, fanouts, seed, numbered)
-    return StoredSampler(store, fanouts, memory=memory, seed=seed, graph=chosen.name, edge_ids=numbered)
+        made = GraphInMemory(chosen, fanouts, seed, numbered, options)
+        made.seed_times = seed_times
+        return made
+    return StoredSampler(
+        store, fanouts, memory=memory, seed=seed, graph=chosen.name, edge_ids=numbered, seed_times=seed_times,
+        options=None if options is None else options.from_disk(),
+    )  # fmt: skip
 
 
 class SampledBatches(Sequence[SampledSubgraph]):
@@ -335,7 +346,7 @@ def sample_batches(
 
     Raises SourceError, IdError, and what :func:`open_sampler` raises.
     """
-    if not isinstance(store_or_sampler, HopSampler):
+    if not isinstance(store_or_sampler, HopSampler | DiskSampler):
         opened = open_sampler(
             as_store(store_or_sampler), fanouts, seed=seed, graph=graph, memory=memory, in_memory=in_memory
         )

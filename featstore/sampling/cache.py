@@ -51,10 +51,10 @@ _NO_HUBS = HubIndex(NO_MAP, np.empty(0, np.uint64), np.empty(0, np.int32), np.em
 
 class NeighbourCache:
     """The neighbours of the first edges, ``first``, and the lists of the most wanted hubs, one after the
-    other in ``lists``. It is filled once and can only become smaller."""
+    other in ``lists`` (not without ``hubs``). It is filled once and can only become smaller."""
 
-    def __init__(self, graph: StoredGraph, offsets: NDArray[np.int64]) -> None:
-        self._graph = graph
+    def __init__(self, graph: StoredGraph, offsets: NDArray[np.int64], *, hubs: bool = True) -> None:
+        self._graph, self._with_hubs, self.table = graph, hubs, f"{graph.name}/sources"
         self._offsets = offsets
         # while it is made anew, there are two
         self._index_bytes = 2 * StaticRows.index_bytes(graph.table.rows)
@@ -80,10 +80,10 @@ class NeighbourCache:
 
     def fill(self, reader: Reader, room_bytes: int) -> None:
         """Take what fits into ``room_bytes``. Raises CorruptionError, DeviceError, FormatError."""
-        if self._graph.edges * self.first.itemsize > room_bytes:
+        if self._with_hubs and self._graph.edges * self.first.itemsize > room_bytes:
             self._fill_hubs(reader, room_bytes)
         count = min(self._graph.edges, max(0, room_bytes - self._hubs_bytes) // self.first.itemsize)
-        first, table = np.empty(count, self.first.dtype), f"{self._graph.name}/sources"
+        first, table = np.empty(count, self.first.dtype), self.table
         for low in range(0, count, _STEP_EDGES):
             high = min(low + _STEP_EDGES, count)
             reader.read_runs({table: [(low, high)]}, out={table: first[low:high]})

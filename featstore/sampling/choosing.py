@@ -218,6 +218,29 @@ def fill_trees(slots: Any, nodes: Any, trees: Any, count: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+def draw_from_list(
+    key: Any, node: Any, tree: Any, first: Any, high: Any, fanout: Any, replace: Any, last: Any,
+    has_trees: Any, weights: Any, order: Any, times: Any, sources: Any, lows: Any, highs: Any, picks: Any,
+    stamp: Any, keys: Any, out: Any,
+) -> Any:  # fmt: skip
+    """What a node draws of its list, the places ``first`` to ``high``, into the front of ``out``; returns how
+    many. ``key`` is that of the hop; all else: see :func:`draw_hop`, and for ``picks`` and ``stamp``
+    :func:`featstore.sampling.picking.pick_distinct`."""
+    low = first
+    if times.shape[0] > 0:
+        low, high = time_run(low, high, lows[tree], highs[tree], order, times, sources)
+    if last and fanout >= 0:
+        low = max(low, high - fanout)
+    own = mix64(key + np.uint64(tree + 1) * GOLDEN) if has_trees else key
+    own = mix64(own ^ mix64(np.uint64(node)))
+    if weights.shape[0] == 0:
+        return pick_uniform(own, low, high, fanout, replace, order, picks, stamp, out)
+    if replace and fanout >= 0:
+        return pick_weighted_again(own, low, high, fanout, order, weights, keys, out)
+    return pick_weighted(own, first, low, high, fanout, order, weights, keys, out)
+
+
+@njit(cache=True, nogil=True)
 def draw_hop(
     indptr: Any, indices: Any, source_total: Any, targets: Any, target_trees: Any, begin: Any, end: Any,
     fanout: Any, key: Any, slots: Any, nodes: Any, trees: Any, count: Any, replace: Any, last: Any,
@@ -233,21 +256,10 @@ def draw_hop(
     filled = 0
     for position in range(begin, end):
         node, tree = targets[position], target_trees[position]
-        first, high = indptr[node], indptr[node + 1]
-        low = first
-        if times.shape[0] > 0:
-            low, high = time_run(low, high, lows[tree], highs[tree], order, times, sources)
-        if last and fanout >= 0:
-            low = max(low, high - fanout)
-        own = mix64(key + np.uint64(tree + 1) * GOLDEN) if has_trees else key
-        own = mix64(own ^ mix64(np.uint64(node)))
-        out = edge[filled:]
-        if weights.shape[0] == 0:
-            taken = pick_uniform(own, low, high, fanout, replace, order, picks, position, out)
-        elif replace and fanout >= 0:
-            taken = pick_weighted_again(own, low, high, fanout, order, weights, keys, out)
-        else:
-            taken = pick_weighted(own, first, low, high, fanout, order, weights, keys, out)
+        taken = draw_from_list(
+            key, node, tree, indptr[node], indptr[node + 1], fanout, replace, last, has_trees, weights, order,
+            times, sources, lows, highs, picks, position, keys, edge[filled:],
+        )  # fmt: skip
         for place in range(filled, filled + taken):
             source = np.int64(indices[edge[place]])
             if source < 0 or source >= source_total:

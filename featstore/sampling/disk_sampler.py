@@ -6,6 +6,7 @@ mini-batches and the cache. What one needs is known at each of its hops before i
 than is left, neighbours leave the cache for good; when even that is not enough, a BudgetError tells what is.
 The mini-batch that comes out is the caller's and comes on top. Of several graphs those with the fewest bytes
 are held first: a hop asks each for about as many edges, so that a byte of a small one serves more of them.
+Times of nodes are held whole, 8 bytes a node, and as much again where rows are not in the order of the ids.
 
 **Several at once.** Threads that ask at the same time have their mini-batches made at the same time, as many
 as there is room for (:mod:`featstore.sampling.under_way`): the device reads for one while others compute.
@@ -23,25 +24,33 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import shown
 from featstore.base.dtypes import node_dtype
-from featstore.errors import BudgetError, ClosedError
+from featstore.errors import ArgumentError, BudgetError, ClosedError
 from featstore.plan.budget import Budget
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import ReaderStats
+from featstore.sampling.attributes import TimesOfSeeds
 from featstore.sampling.cache import NO_MAP, NeighbourCache
-from featstore.sampling.edge_ids import StoredEdgeIds
-from featstore.sampling.lists_on_disk import ListsOnDisk
+from featstore.sampling.edge_ids import FINDING_BYTES
+from featstore.sampling.first_values import FirstValues
+from featstore.sampling.growing import Grown, Relation
+from featstore.sampling.growing_stored import GrowingOnDisk
+from featstore.sampling.lists_on_disk import lists_with
+from featstore.sampling.options import SamplingOptions, by_key, checked_times
 from featstore.sampling.pages import load_page_kernels
+from featstore.sampling.picking import table_size
 from featstore.sampling.stored_hops import HopPages
 from featstore.sampling.under_way import HeldInMemory, MadeAgain, Scratch, UnderWayNow
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.storage.store import OpenStore, Table
+    from featstore.storage.store import OpenStore, StoredGraph, Table
 
 #: Scratch that is kept free of the cache from the beginning.
 SCRATCH_BYTES_MIN = 2 * 2**20
+_REVERSING_BYTES = 100  # of each edge and each reverse, while they are sorted
 
 _renewing = threading.Lock()  # held while a forked child makes its own locks
 
@@ -80,22 +89,39 @@ class SamplerStats:
 
 
 class DiskSampler(ABC):
-    """Samples over ``lists``, whose nodes are rows of ``tables``, within ``memory``. ``given``: what a pickle
-    makes it of again, the arguments and the options.
+    """Samples over the lists of ``graphs``, one for each of ``relations``, whose nodes are rows of
+    ``tables``, within ``memory``. ``options``: weights and times of edges are
+    :data:`featstore.sampling.options.KEPT`. ``numbered``: edges have their numbers, see
+    :func:`~featstore.sampling.edge_ids.wants_edge_ids`. ``seed_times``: the times of all seeds there will be,
+    where these are not said with them. ``given``: what a pickle makes it of again, the arguments and the
+    options.
 
     A context manager; safe to use from several threads; survives fork, and reopens when it is pickled, like a
     reader. Raises BudgetError, CorruptionError, DeviceError, FormatError.
     """
 
     def __init__(
-        self, store: OpenStore, lists: Sequence[ListsOnDisk], tables: Mapping[str, Table], *,
-        memory: int | str, engine: str, queue_depth: int, verify: bool, threads: int | None,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
+        self, store: OpenStore, graphs: Sequence[StoredGraph], relations: Sequence[Relation],
+        tables: Mapping[str, Table], *, options: SamplingOptions, numbered: bool | None,
+        seed_times: TimesOfSeeds | None, memory: int | str, engine: str, queue_depth: int, verify: bool,
+        threads: int | None, given: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:  # fmt: skip
-        self.store, self._lists, self._given = store, list(lists), given
+        if seed_times is not None and not isinstance(seed_times, TimesOfSeeds):
+            raise ArgumentError(f"seed_times must be a TimesOfSeeds, not {shown(seed_times)}")
+        self.store, self.options, self._seed_times, self._given = store, options, seed_times, given
+        self._relations, self._rows = list(relations), {name: one.rows for name, one in tables.items()}
+        node_times = {
+            name: checked_times(one, self._rows[name], "node_times", "nodes")
+            for name, one in by_key(options.node_times, list(tables), "node_times").items()
+        }
+        self._lists = lists = lists_with(options, graphs, node_times, numbered)
         self._memory_bytes = parse_bytes(memory, "memory")
         self._map_bytes = sum(map(_map_bytes, tables.values()))
-        self._held_bytes = self._map_bytes + sum(one.offsets_bytes for one in lists)
+        self._time_bytes = sum(
+            times.nbytes * (1 if tables[name].entry.order.node_of_row is None else 2)
+            for name, times in node_times.items()
+        )
+        self._held_bytes = self._map_bytes + self._time_bytes + sum(one.offsets_bytes for one in lists)
         names = [name for one in lists for name in one.tables]
         self._needs = [table_need(store.table(name), verify) for name in names]
         smallest = self._smallest(SCRATCH_BYTES_MIN)
@@ -105,6 +131,11 @@ class DiskSampler(ABC):
             )
         #: By table: row_of_node, node_of_row; both empty where row = node id.
         self._maps = {name: table.maps() or (NO_MAP, NO_MAP) for name, table in tables.items()}
+        #: By type of nodes, those of each row.
+        self._node_times = {
+            name: times if len(self._maps[name][1]) == 0 else times[self._maps[name][1]]
+            for name, times in node_times.items()
+        }
         # A reader as small as can be, where all neighbours fit beside it and beside no other: unless a large
         # mini-batch takes their room, there is nothing to read.
         left = self._memory_bytes - self._smallest(0)
@@ -137,12 +168,14 @@ class DiskSampler(ABC):
         never."""
         # the reader has no tiers: scratch and cache share it
         self._free_bytes = self._reader.budget.tier_bytes
-        for one in self._lists:
+        for one, relation in zip(self._lists, self._relations, strict=True):
             one.open(self._reader)
+            if one.by_node_times:
+                one.node_times = self._node_times[relation.source]
         ordered = sorted(self._lists, key=lambda one: one.whole_bytes)
-        caches, ids = [one.cache for one in ordered], [one.ids for one in ordered if one.ids is not None]
+        caches, values = [one.cache for one in ordered], [part for one in ordered for part in one.values]
         room_bytes = self._free_bytes - SCRATCH_BYTES_MIN
-        parts: list[NeighbourCache | StoredEdgeIds] = [*caches, *ids]
+        parts: list[NeighbourCache | FirstValues] = [*caches, *values]
         for part in parts:
             part.fill(self._reader, room_bytes)
             room_bytes -= part.memory_bytes
@@ -152,7 +185,7 @@ class DiskSampler(ABC):
         self._start_process()
         for dtype in {cache.first.dtype for cache in caches}:
             load_page_kernels(dtype)
-        self._made(np.empty(0, np.int64), 0)
+        self._made({}, 0, None)
         self._start_process()
         self._before = self._reader.stats()
 
@@ -201,21 +234,64 @@ class DiskSampler(ABC):
         """The mini-batch around ``seeds``."""
 
     @abstractmethod
-    def _sample(self, seeds: NDArray[np.int64], key: int, scratch: Scratch) -> Any:
-        """The mini-batch around checked seeds. Raises MadeAgain."""
+    def _result(self, found: Grown) -> Any:
+        """What was found, as a mini-batch."""
 
-    def _made(self, seeds: NDArray[np.int64], key: int) -> Any:
-        """A mini-batch, made beside others, or alone where there is no room beside them."""
+    def with_memory(self, memory: int | str) -> Self:
+        """The same sampler within another budget, opened anew."""
+        arguments, options = self._given
+        return type(self)(*arguments, **options | {"memory": memory})
+
+    def _times_of(self, seeds: NDArray[Any], given: NDArray[Any] | None) -> NDArray[Any] | None:
+        """The times of seeds, as they are ``given``, or as they are known."""
+        return self._seed_times.of(seeds) if given is None and self._seed_times is not None else given
+
+    def _made(
+        self, seeds: Mapping[str, NDArray[np.int64]], key: int, times: Mapping[str, NDArray[Any]] | None
+    ) -> Any:
+        """A mini-batch around seeds by type, made beside others, or alone where there is no room beside
+        them."""
         alone = False
         while True:
             scratch = Scratch(self._under_way)
             try:
                 self._under_way.begin(scratch, alone)
-                return self._sample(seeds, key, scratch)
+                return self._sample(seeds, key, times, scratch)
             except MadeAgain:
                 alone = True
             finally:
                 self._under_way.end(scratch)
+
+    def _sample(
+        self, seeds: Mapping[str, NDArray[np.int64]], key: int, times: Mapping[str, NDArray[Any]] | None,
+        scratch: Scratch,
+    ) -> Any:  # fmt: skip
+        """The mini-batch around checked seeds. Raises MadeAgain."""
+        begun = dict.fromkeys(self._rows, 0) | {name: len(one) for name, one in seeds.items()}
+        tables_bytes = sum(8 * table_size(count) for count in begun.values())
+        scratch.reserve(tables_bytes + 64 * sum(begun.values()), "begin this mini-batch")
+        node_of_row = {name: maps[1] for name, maps in self._maps.items()}
+        growing = GrowingOnDisk(
+            self._rows, self._relations, self.options, self._lists, node_of_row, self._reader, scratch, seeds,
+            self._node_times,
+        )  # fmt: skip
+        rows = {name: self._rows_of(name, one) for name, one in seeds.items()}
+        found = growing.sample(rows, key, times)
+        found.slots.clear()
+        self._reserve_result(found, scratch)
+        self._count_batch(growing.reading)
+        return self._result(found)
+
+    def _reserve_result(self, found: Grown, scratch: Scratch) -> None:
+        """Have scratch for what becomes the result: rows beside nodes, and of one relation after the other
+        the parts of its hops beside the whole, the numbers of its edges, and their reverse."""
+        most = 2 * sum(nodes.nbytes for nodes in found.nodes.values())
+        most += sum(trees.nbytes for trees in found.trees.values())
+        edges = sorted(sum(len(part[2]) for part in parts) for parts in found.parts)
+        most += (8 if all(one.ids is None for one in self._lists) else FINDING_BYTES) * edges[-1]
+        if self.options.subgraph == "bidirectional":
+            most += _REVERSING_BYTES * 2 * sum(edges[-2:])
+        scratch.reserve(most, "find the numbers of its edges")
 
     def _count_batch(self, reading: HopPages) -> None:
         with self._under_way.lock:
@@ -247,12 +323,15 @@ class DiskSampler(ABC):
         self._here()
         reader = self._reader.memory()
         ids = [one.ids for one in self._lists if one.ids is not None]
+        values = [part for one in self._lists for part in (one.weights, one.times) if part is not None]
         held = {
             "offsets": sum(one.offsets.nbytes for one in self._lists), "maps": self._map_bytes,
             "page_checksums": reader["page_checksums"], "staging": reader["staging"],
             "planning": reader["scratch"],
             "neighbour_cache": sum(one.cache.memory_bytes for one in self._lists),
             **({"edge_ids": sum(one.memory_bytes for one in ids)} if ids else {}),
+            **({"edge_values": sum(one.memory_bytes for one in values)} if values else {}),
+            **({"node_times": self._time_bytes} if self._time_bytes else {}),
         }  # fmt: skip
         return held | {"unused": self._memory_bytes - sum(held.values())}
 
@@ -263,7 +342,7 @@ class DiskSampler(ABC):
         self._closed = True
         self._reader.close()
         self._maps = dict.fromkeys(self._maps, (NO_MAP, NO_MAP))
-        self._held.parts = []
+        self._held.parts, self._node_times = [], {}
         for one in self._lists:
             one.close()
 

@@ -16,12 +16,12 @@ from featstore.arguments import as_flag
 from featstore.base.checks import check_range
 from featstore.errors import SourceError
 from featstore.reader.reader import Reader
+from featstore.sampling.first_values import FirstValues
 from featstore.sampling.pages import Missing
 
 if TYPE_CHECKING:
     from featstore.storage.store import StoredGraph
 
-_STEP_EDGES = 2**24  # whose reads are planned at once
 #: Of an edge while its number is found: whether it is in memory, what stands there, its key, what was read.
 FINDING_BYTES = 40
 
@@ -38,51 +38,23 @@ def wants_edge_ids(graph: StoredGraph, asked: bool | None) -> bool:
     return graph.has_edge_ids if asked is None else asked
 
 
-class StoredEdgeIds:
-    """The numbers of a graph's edges, those of the first edges in memory. It is filled once and can only
-    become smaller."""
+class StoredEdgeIds(FirstValues):
+    """The numbers of a graph's edges, those of the first edges in memory."""
 
     def __init__(self, graph: StoredGraph) -> None:
-        self.table = f"{graph.name}/edge_ids"
-        self._edges, self._where = graph.edges, graph.where()
-        self._first = np.empty(0, graph.store.table(self.table).dtype)
-
-    @property
-    def memory_bytes(self) -> int:
-        """What is held."""
-        return self._first.nbytes
-
-    @property
-    def whole(self) -> bool:
-        """Whether the numbers of all edges are held."""
-        return len(self._first) == self._edges
-
-    def fill(self, reader: Reader, room_bytes: int) -> None:
-        """Take what fits into ``room_bytes``. Raises CorruptionError, DeviceError."""
-        count = min(self._edges, max(0, room_bytes) // self._first.itemsize)
-        first = np.empty(count, self._first.dtype)
-        for low in range(0, count, _STEP_EDGES):
-            high = min(low + _STEP_EDGES, count)
-            reader.read_runs({self.table: [(low, high)]}, out={self.table: first[low:high]})
-        self._first = first
-
-    def cut(self, room_bytes: int) -> None:
-        """Keep what fits into ``room_bytes``."""
-        count = max(0, room_bytes) // self._first.itemsize
-        if count < len(self._first):
-            self._first.resize(count, refcheck=False)
+        super().__init__(graph, "edge_ids")
 
     def of(self, reader: Reader, edges: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64: the numbers of the edges at these positions. Raises CorruptionError, DeviceError,
         FormatError for a number that none has."""
         if len(edges) == 0:
             return np.empty(0, np.int64)
-        held = edges < len(self._first)
+        held = edges < len(self.first)
         ids = np.empty(len(edges), np.int64)
-        ids[held] = self._first[edges[held]]
+        ids[held] = self.first[edges[held]]
         if not held.all():
             ids[~held] = -1
-            missing = Missing(ids, edges, len(edges) - int(held.sum()), self._edges, self._first.dtype)
+            missing = Missing(ids, edges, len(edges) - int(held.sum()), self._edges, self.first.dtype)
             missing.read(reader, self.table)
         check_range(ids, self._edges, f"an edge id of {self._where}")
         return ids

@@ -21,6 +21,7 @@ from featstore.base.checks import find_fall, find_outside
 from featstore.base.hashing import hop_key, relation_key
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.sampling.choosing import draw_hop, fill_trees, induce_edges, order_in_time, room_in_trees
+from featstore.sampling.hops import join_parts
 from featstore.sampling.options import SamplingOptions, by_key, checked_times, checked_weights
 from featstore.sampling.picking import (
     empty_picks,
@@ -97,8 +98,9 @@ class Grown:
         parts, self.parts[relation] = self.parts[relation], []
         if len(parts) == 1:
             return parts[0]
-        rows, cols, edges = zip(*parts)
-        return np.concatenate(rows), np.concatenate(cols), np.concatenate(edges)
+        row, col, edge = (list(one) for one in zip(*parts))
+        parts.clear()
+        return join_parts(row), join_parts(col), join_parts(edge)
 
 
 class Growing:

@@ -39,15 +39,15 @@ class Hops:
         """What a mini-batch says of its edges, by its names; the parts are given back."""
         edge_counts = tuple(map(len, self.edge))
         return {
-            "row": _joined(self.row),
-            "col": _joined(self.col),
-            "edge_id": _joined(self.edge),
+            "row": join_parts(self.row),
+            "col": join_parts(self.col),
+            "edge_id": join_parts(self.edge),
             "num_sampled_nodes": tuple(self.counts),
             "num_sampled_edges": edge_counts,
         }
 
 
-def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+def join_parts(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     """The parts as one array; they are given back."""
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
     parts.clear()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_flag, as_integer
 from featstore.sampling.batches import shuffled
+from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.links import LinkSampler, LinkSubgraph
 from featstore.sampling.minibatch import OF_LINKS
 
@@ -49,6 +50,11 @@ class LinkBatches(Sequence[dict[str, Any]]):
         """From now on the mini-batches are those of this epoch."""
         self.epoch = as_integer(epoch, "epoch")
         self._order = self._ordered()
+
+    def close(self) -> None:
+        """Give back what a sampler from disk holds. May be called more than once."""
+        if isinstance(self.sampler.sampler, DiskSampler):
+            self.sampler.sampler.close()
 
     def __len__(self) -> int:
         count: int = self._links.shape[1]

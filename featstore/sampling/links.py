@@ -22,10 +22,14 @@ from featstore.base.ids import as_integers, plain_array
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.options import by_key, checked_times
+from featstore.sampling.stored import StoredSampler
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
+from featstore.sampling.typed_store import TypedInMemory
+from featstore.sampling.typed_stored import TypedStoredSampler
 from featstore.storage.edge_types import EdgeType
 
 _NODES_MAX = 2**32 - 1
+_Typed = TypedNeighborSampler | TypedInMemory | TypedStoredSampler
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,19 +86,19 @@ class LinkSubgraph:
 
 
 class LinkSampler:
-    """Samples around links, by a sampler in memory.
+    """Samples around links, by a sampler of a graph in memory or on disk.
 
     ``link_type``: the relation that links are of, where the graph has types: it need not be one that is
     sampled. ``negatives``: None for none. Raises ArgumentError, SourceError.
     """
 
     def __init__(
-        self, sampler: NeighborSampler | TypedNeighborSampler, *, link_type: EdgeType | None = None,
+        self, sampler: NeighborSampler | StoredSampler | _Typed, *, link_type: EdgeType | None = None,
         negatives: Negatives | None = None,
     ) -> None:  # fmt: skip
-        typed = isinstance(sampler, TypedNeighborSampler)
-        if not typed and not isinstance(sampler, NeighborSampler):
-            raise ArgumentError(f"sampler must be one of a graph in memory, not {shown(sampler)}")
+        typed = isinstance(sampler, _Typed)
+        if not typed and not isinstance(sampler, NeighborSampler | StoredSampler):
+            raise ArgumentError(f"sampler must be one of neighbours, not {shown(sampler)}")
         if typed != (link_type is not None):
             raise ArgumentError(
                 "link_type= is of graphs with types, and needed there: (source, name, target)"
@@ -103,7 +107,7 @@ class LinkSampler:
             raise ArgumentError(f"negatives must be Negatives, not {shown(negatives)}")
         self.sampler, self.link_type, self.negatives = sampler, link_type, negatives
         self._types = ("", "") if link_type is None else _ends(sampler, link_type)
-        counts = sampler.nodes if isinstance(sampler, TypedNeighborSampler) else {"": sampler.node_count}
+        counts = sampler.nodes if isinstance(sampler, _Typed) else {"": sampler.node_count}
         node_times = by_key(sampler.options.node_times, list(counts), "node_times")
         self._counts = [counts[name] for name in self._types]
         weights = (None, None) if negatives is None else (negatives.src_weight, negatives.dst_weight)
@@ -197,7 +201,7 @@ class LinkSampler:
             groups, places = [one for one, _ in both], [place for _, place in both]
         if one_type:
             places = np.split(places[0], [len(ends[0])])
-        if isinstance(self.sampler, NeighborSampler):
+        if isinstance(self.sampler, NeighborSampler | StoredSampler):
             when = None if grouped is None else grouped[0]
             return self.sampler.sample(groups[0], batch_index, epoch=epoch, seed_times=when), places
         return self.sampler.sample_types(

@@ -3,16 +3,20 @@ and numbers of edges as far as there is room for them, and the tables that the o
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.checks import check_offsets
-from featstore.errors import FormatError
+from featstore.errors import FormatError, SourceError
 from featstore.reader.reader import Reader
 from featstore.sampling.cache import NeighbourCache
 from featstore.sampling.edge_ids import StoredEdgeIds, wants_edge_ids
+from featstore.sampling.first_values import FirstValues
+from featstore.sampling.list_draws import BAD_SOURCE, BAD_TIME, BAD_WEIGHT, find_held
+from featstore.sampling.options import SamplingOptions, kept
 from featstore.sampling.pages import Missing
 from featstore.sampling.picking import count_asking, hop_size, pick_hop
 from featstore.sampling.stored_hops import HopPages
@@ -20,28 +24,56 @@ from featstore.sampling.stored_hops import HopPages
 if TYPE_CHECKING:
     from featstore.storage.store import StoredGraph
 
+_NO_TIMES = np.empty(0, np.int64)
+
 
 class ListsOnDisk:
     """Of ``graph``: ``tables`` are those that are read, ``ids`` the numbers of its edges, where these are
-    wanted (``edge_ids``, see :func:`~featstore.sampling.edge_ids.wants_edge_ids`). :meth:`open` fills
-    ``offsets`` int64 [rows + 1] and makes the ``cache``, which is empty then."""
+    wanted (``edge_ids``, see :func:`~featstore.sampling.edge_ids.wants_edge_ids`), ``weights`` and ``times``
+    what it keeps of these, where lists are drawn from by them. :meth:`open` fills ``offsets`` int64
+    [rows + 1] and makes the ``cache``, which is empty then.
 
-    def __init__(self, graph: StoredGraph, edge_ids: bool | None) -> None:
-        self.graph = graph
+    ``by_node_times``: times are those of sources, ``node_times`` int64 by row, which whoever opens this sets.
+    ``whole``: lists of sources are looked at whole, for these times, or for all edges among some nodes.
+    Raises SourceError for weights and times that the graph does not keep.
+    """
+
+    def __init__(
+        self, graph: StoredGraph, edge_ids: bool | None, *, weights: bool = False, times: bool = False,
+        by_node_times: bool = False, whole: bool = False,
+    ) -> None:  # fmt: skip
+        for part, asked, there in (
+            ("weights", weights, graph.has_weights), ("times", times, graph.has_times)
+        ):  # fmt: skip
+            if asked and not there:
+                raise SourceError(f"{graph.where()} has no {part}: pack it with edge_{part}= (--edge-{part})")
+        self.graph, self.whole, self.by_node_times, self.node_times = graph, whole, by_node_times, _NO_TIMES
         self.ids = StoredEdgeIds(graph) if wants_edge_ids(graph, edge_ids) else None
+        self.weights = FirstValues(graph, "weights") if weights else None
+        self.times = FirstValues(graph, "times") if times else None
         self.sources, self._hubs, self._offsets_table = (
             f"{graph.name}/{part}" for part in ("sources", "hubs", "offsets")
         )
         self.tables = [self.sources, self._offsets_table] + [self._hubs] * (graph.entry.hubs is not None)
-        self.tables += [] if self.ids is None else [self.ids.table]
+        self.tables += [one.table for one in self.values]
         self.close()
+
+    @property
+    def values(self) -> list[FirstValues]:
+        """What is held of edges beside their sources; those first that are to stay longest."""
+        return [one for one in (self.times, self.weights, self.ids) if one is not None]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is drawn follows from the lengths of lists alone."""
+        return self.weights is None and self.times is None and not self.by_node_times
 
     def close(self) -> None:
         """Hold nothing."""
         self.offsets: NDArray[np.int64] = np.zeros(1, np.int64)
-        self.cache = NeighbourCache(self.graph, self.offsets)
-        if self.ids is not None:
-            self.ids.cut(0)
+        self.cache, self.node_times = NeighbourCache(self.graph, self.offsets), _NO_TIMES
+        for one in self.values:
+            one.cut(0)
 
     @property
     def offsets_bytes(self) -> int:
@@ -50,8 +82,8 @@ class ListsOnDisk:
 
     @property
     def whole_bytes(self) -> int:
-        """What all neighbours and numbers of edges take."""
-        store, names = self.graph.store, [self.sources, *([] if self.ids is None else [self.ids.table])]
+        """What all neighbours, and values and numbers of edges take."""
+        store, names = self.graph.store, [self.sources, *(one.table for one in self.values)]
         return self.graph.edges * sum(store.table(name).row_bytes for name in names)
 
     def open(self, reader: Reader) -> None:
@@ -60,7 +92,7 @@ class ListsOnDisk:
         self.offsets = reader.read_runs({table: [(0, self.graph.table.rows + 1)]})[table]
         where = f"the offsets of graph {self.graph.name!r} of {self.graph.store.path}"
         check_offsets(self.offsets, 0, self.graph.edges, where)
-        self.cache = NeighbourCache(self.graph, self.offsets)
+        self.cache = NeighbourCache(self.graph, self.offsets, hubs=not self.whole)
 
     def size(
         self, rows: NDArray[np.int64], begin: int, end: int, fanout: int, replace: bool
@@ -88,6 +120,18 @@ class ListsOnDisk:
         )  # fmt: skip
         return misses
 
+    def find(
+        self, rows: NDArray[np.int64], row: NDArray[np.int64], col: NDArray[np.int64],
+        edge: NDArray[np.int64],
+    ) -> int:  # fmt: skip
+        """Have the neighbours that the cache holds of edges into ``rows[col]``, see
+        :func:`~featstore.sampling.list_draws.find_held`. Returns how many are to be read."""
+        cache, hubs = self.cache, self.cache.index
+        misses: int = find_held(
+            self.offsets, rows, hubs.bits, hubs.ranks, hubs.starts, cache.lists, cache.first, row, col, edge
+        )
+        return misses
+
     def read(
         self, reading: HopPages, reader: Reader, row: NDArray[np.int64], edge: NDArray[np.int64],
         misses: int, *, last: bool,
@@ -108,8 +152,38 @@ class ListsOnDisk:
         rows = self.graph.source_table.rows
         return self.contradiction(f"edge {edge[place]:,} comes from row {row[place]} of {rows:,}")
 
+    def bad_value(self, what: int, edge: int) -> FormatError:
+        """What is wrong with a value of an edge, by :mod:`featstore.sampling.list_draws`."""
+        said = {
+            BAD_SOURCE: f"comes from none of {self.graph.source_table.rows:,} rows",
+            BAD_WEIGHT: "has a weight that is negative or not finite",
+            BAD_TIME: "is earlier than the edge before it in its list",
+        }  # fmt: skip
+        return self.contradiction(f"edge {edge:,} {said[what]}")
+
     def contradiction(self, what: str) -> FormatError:
         """The graph contradicts itself."""
         return FormatError(
             f"graph {self.graph.name!r} of {self.graph.store.path}: {what}; pack the store again"
         )
+
+
+def lists_with(
+    options: SamplingOptions, graphs: Sequence[StoredGraph], node_times: Container[str],
+    edge_ids: bool | None,
+) -> list[ListsOnDisk]:  # fmt: skip
+    """The lists of graphs, of which options say what is looked at. ``node_times``: which types of nodes have
+    times. Raises ArgumentError, SourceError."""
+    keys = [graph.name if graph.edge_type is None else graph.edge_type for graph in graphs]
+    weighted = kept(options.weights, keys, "weights")
+    timed = kept(options.edge_times, keys, "edge_times")
+    found = []
+    for key, graph in zip(keys, graphs, strict=True):
+        by_node_times = key not in timed and graph.entry.table_of_sources in node_times
+        found.append(
+            ListsOnDisk(
+                graph, edge_ids, weights=key in weighted, times=key in timed, by_node_times=by_node_times,
+                whole=by_node_times or options.subgraph == "induced",
+            )
+        )  # fmt: skip
+    return found

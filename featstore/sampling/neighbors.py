@@ -29,7 +29,7 @@ than an epoch, so the kernels check each offset and each id as they meet it and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from featstore.arguments import as_fanouts, as_integer, shown
 from featstore.base.hashing import batch_key
 from featstore.base.ids import as_integers, plain_array
 from featstore.errors import ArgumentError, IdError, SourceError
-from featstore.sampling.growing import Growing, bad_offsets, grow_over
+from featstore.sampling.growing import Growing, Grown, bad_offsets, grow_over
 from featstore.sampling.hops import Hops, HopSampler
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.picking import sample_hop, seed_table
@@ -138,15 +138,7 @@ class NeighborSampler(HopSampler):
             raise ArgumentError("seed_times= has no effect without node_times= or edge_times=")
         times = None if seed_times is None else {"": seed_times}
         found = self._growing.sample({"": seeds}, key, times)
-        edge_counts = tuple(len(part[2]) for part in found.parts[0])
-        node, (row, col, edge) = found.node(""), found.edges(0)
-        numbers = self._numbers(node, col, edge)
-        if self.options.subgraph == "bidirectional":
-            row, col, edge, numbers = with_reverse(row, col, edge, numbers)
-        return SampledSubgraph(
-            node, row, col, edge, tuple(found.hops[""]),
-            edge_counts if self.options.subgraph == "directional" else (), numbers, found.batch(""),
-        )  # fmt: skip
+        return subgraph_of_one(found, "", self.options.subgraph, node=found.node(""), numbers=self._numbers)
 
     def _numbers(
         self, node: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
@@ -177,6 +169,22 @@ class NeighborSampler(HopSampler):
 
     def _bad_offsets(self, node: int) -> SourceError:
         return bad_offsets(self.indptr, self.indices, node)
+
+
+def subgraph_of_one(
+    found: Grown, name: str, subgraph: str, *, node: NDArray[np.int64],
+    numbers: Callable[..., NDArray[np.int64] | None],
+) -> SampledSubgraph:  # fmt: skip
+    """What was found over one relation as a mini-batch of the kind ``subgraph``. ``name``: the type of its
+    nodes, ``node``: their ids; ``numbers``: of the nodes, the edges' targets and positions, the user's
+    numbers of the edges, where they are known."""
+    edge_counts = tuple(len(part[2]) for part in found.parts[0])
+    row, col, edge = found.edges(0)
+    e_id = numbers(node, col, edge)
+    if subgraph == "bidirectional":
+        row, col, edge, e_id = with_reverse(row, col, edge, e_id)
+    per_hop = edge_counts if subgraph == "directional" else ()
+    return SampledSubgraph(node, row, col, edge, tuple(found.hops[name]), per_hop, e_id, found.batch(name))
 
 
 def as_options(options: Any) -> SamplingOptions:

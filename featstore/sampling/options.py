@@ -18,6 +18,20 @@ SUBGRAPHS = ("directional", "bidirectional", "induced")
 TEMPORAL = ("uniform", "last")
 
 
+class _Kept:
+    """See :data:`KEPT`."""
+
+    def __repr__(self) -> str:
+        return "KEPT"
+
+    def __reduce__(self) -> str:
+        return "KEPT"
+
+
+#: Weights or times of edges that stay on disk: those that a store's graph keeps, of samplers from disk.
+KEPT = _Kept()
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingOptions:
     """Options of a neighbour sampler. Names and meanings are PyG's (``NeighborLoader``) where it has them.
@@ -28,7 +42,7 @@ class SamplingOptions:
         weights: float32 or float64 [edges], in the order of ``indices``, finite, not negative (of several
             relations a mapping by edge type; the others are unweighted). A neighbour is drawn with a chance
             that is proportional to its edge's weight; without replacement, of those that are left. An edge of
-            weight 0 is never drawn, with a fan-out of -1 neither.
+            weight 0 is never drawn, with a fan-out of -1 neither. Of samplers from disk :data:`KEPT`.
         node_times: int64 [nodes], times of nodes: each seed's subgraph has neighbours that are not later than
             the seed (a mapping by type where there are several; types without are never too late).
         edge_times: int64 [edges], in the order of ``indices`` (or a mapping by edge type): each seed's
@@ -98,6 +112,18 @@ def by_key(given: Any, known: list[Any], name: str) -> dict[Any, Any]:
             "several"
         )
     return {known[0]: given}
+
+
+def kept(given: Any, known: list[Any], name: str) -> set[Any]:
+    """Those of ``known`` whose weights or times are what the store keeps. Raises ArgumentError for others."""
+    found = by_key(given, known, name)
+    for key, one in found.items():
+        if one is not KEPT:
+            raise ArgumentError(
+                f"{name}: from disk they are those that the graph keeps, KEPT, not {shown(one)}"
+                + (f" of {key!r}" if len(known) > 1 else "")
+            )
+    return set(found)
 
 
 def checked_weights(given: Any, edges: int, name: str) -> NDArray[Any]:

@@ -27,33 +27,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_fanouts, as_integer
-from featstore.base.dtypes import node_dtype
 from featstore.base.hashing import batch_key
 from featstore.reader.options import check_reading
 from featstore.reader.reader import QUEUE_DEPTH
-from featstore.sampling.cache import NO_MAP, NeighbourCache
+from featstore.sampling.cache import NeighbourCache
 from featstore.sampling.disk_sampler import DiskSampler, SamplerStats
-from featstore.sampling.edge_ids import FINDING_BYTES
-from featstore.sampling.hops import Hops, HopSampler
-from featstore.sampling.lists_on_disk import ListsOnDisk
-from featstore.sampling.neighbors import SampledSubgraph, checked_seeds
-from featstore.sampling.picking import enter_hop, seed_table, table_size
-from featstore.sampling.stored_hops import StoredHops
-from featstore.sampling.under_way import Scratch
+from featstore.sampling.growing import Grown, Relation
+from featstore.sampling.neighbors import SampledSubgraph, as_options, checked_seeds, subgraph_of_one
+from featstore.sampling.options import SamplingOptions
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 
 if TYPE_CHECKING:
-    from featstore.errors import FormatError
+    from featstore.sampling.attributes import TimesOfSeeds
     from featstore.storage.store import OpenStore
+
+_NONE = np.empty(0, np.int64)
 
 __all__ = ["SamplerStats", "StoredSampler"]
 
 
-class StoredSampler(DiskSampler, HopSampler):
-    """Uniform neighbour sampler without replacement over a graph in a store; made by
-    :meth:`featstore.Store.sampler`. A context manager; safe to use from several threads; survives fork, and
-    reopens when it is pickled, like a reader.
+class StoredSampler(DiskSampler):
+    """Neighbour sampler over a graph in a store, uniform and without replacement unless options say
+    otherwise; made by :meth:`featstore.Store.sampler`. A context manager; safe to use from several threads;
+    survives fork, and reopens when it is pickled, like a reader.
 
     Args:
         store: the open store.
@@ -65,16 +62,20 @@ class StoredSampler(DiskSampler, HopSampler):
             relation of several: beside tables of other types of nodes or edges.
         edge_ids: mini-batches have the numbers of their edges, ``e_id``, which takes a read more where these
             are not in memory; by default where the store keeps them.
+        options: what else there is to say; weights and times of edges are those that the graph keeps,
+            :data:`~featstore.sampling.options.KEPT`.
+        seed_times: the times of all seeds there will be, where options need them and no call says them.
         engine, queue_depth, threads, verify: as for :class:`featstore.reader.reader.Reader`.
 
-    Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for impossible fan-outs and
-    a store without a graph; KeyError for a graph that it has not.
+    Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for impossible fan-outs, and
+    a store without a graph, weights or times; KeyError for a graph that it has not.
     """
 
     def __init__(
         self, store: OpenStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0,
         graph: str | None = None, engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True,
-        threads: int | None = None, edge_ids: bool | None = None,
+        threads: int | None = None, edge_ids: bool | None = None, options: SamplingOptions | None = None,
+        seed_times: TimesOfSeeds | None = None,
     ) -> None:  # fmt: skip
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
@@ -85,11 +86,15 @@ class StoredSampler(DiskSampler, HopSampler):
             "memory": memory, "engine": engine, "queue_depth": queue_depth, "verify": verify,
             "threads": threads,
         }  # fmt: skip
-        options = {**reading, "seed": seed, "graph": graph, "edge_ids": edge_ids}
-        lists, table = ListsOnDisk(self.graph, edge_ids), self.graph.table
+        named = {
+            "seed": seed, "graph": graph, "edge_ids": edge_ids, "options": options, "seed_times": seed_times
+        }  # fmt: skip
+        self._type = self.graph.table.name
         super().__init__(
-            store, [lists], {table.name: table}, **reading, given=((store, self.fanouts), options)
-        )
+            store, [self.graph], [Relation(self._type, self._type, _NONE, _NONE, self.fanouts)],
+            {self._type: self.graph.table}, options=as_options(options), numbered=edge_ids,
+            seed_times=seed_times, **reading, given=((store, self.fanouts), reading | named),
+        )  # fmt: skip
 
     @property
     def node_count(self) -> int:
@@ -104,66 +109,41 @@ class StoredSampler(DiskSampler, HopSampler):
     def _offsets(self) -> NDArray[np.int64]:
         return self._lists[0].offsets
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
-        """The mini-batch around ``seeds`` (node ids, any integer dtype [b], no duplicates).
+    def sample(
+        self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: NDArray[Any] | None = None,
+    ) -> SampledSubgraph:  # fmt: skip
+        """The mini-batch around ``seeds`` (node ids, any integer dtype [b], no duplicates, unless each has a
+        subgraph of its own). ``seed_times``: int64 [b], what neighbours may not be later than; where nodes
+        have times, by default the seeds' own.
 
-        The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds``
-        alone and is that of a :class:`~featstore.sampling.neighbors.NeighborSampler` over
-        ``store.graphs[...].csc()``, except that ``edge_id`` is the position of the edge in the stored
-        ``GRAPH/sources``, whose lists stand in the order of the rows.
+        The result depends on the graph, the fan-outs, the options, ``seed``, ``epoch``, ``batch_index``,
+        ``seeds`` and their times alone and is that of a
+        :class:`~featstore.sampling.neighbors.NeighborSampler` over ``store.graphs[...].csc()``, except that
+        ``edge_id`` is the position of the edge in the stored ``GRAPH/sources``, whose lists stand in the
+        order of the rows.
 
-        Raises IdError for seeds that are no nodes or stand twice, BudgetError where the mini-batch needs more
-        scratch than the budget leaves, CorruptionError, DeviceError, FormatError, ClosedError.
+        Raises IdError for seeds that are no nodes or stand twice, ArgumentError for times that are missing,
+        BudgetError where the mini-batch needs more scratch than the budget leaves, CorruptionError,
+        DeviceError, FormatError, ClosedError.
         """
         node = checked_seeds(seeds, self.node_count)
         self._here()
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
-        made: SampledSubgraph = self._made(node, key)
+        times = self._times_of(seeds, seed_times)
+        given = None if times is None else {self._type: times}
+        made: SampledSubgraph = self._made({self._type: node}, key, given)
         return made
 
-    def _sample(self, seeds: NDArray[np.int64], key: int, scratch: Scratch) -> SampledSubgraph:
-        dtype, lists, table = node_dtype(self.node_count), self._lists[0], self.graph.table.name
-        scratch.reserve(dtype.itemsize * table_size(len(seeds)) + 16 * len(seeds), "begin this mini-batch")
-        rows = self._rows_of(table, seeds)
-        hops = StoredHops(rows, seed_table(rows, seeds, dtype), scratch)
-        self._go(hops, lists.offsets, self.graph.edges, key)
-        hops.slots, rows = NO_MAP, hops.nodes[: sum(hops.counts)]
-        joined, ids = hops.joined(), None
-        if lists.ids is not None:
-            edges = joined["edge_id"]
-            scratch.reserve(FINDING_BYTES * len(edges), "find the numbers of its edges")
-            ids = lists.ids.of(self._reader, edges)
-        node = self._nodes_of(table, rows)
-        self._count_batch(hops.reading)
-        return SampledSubgraph(node=node, **joined, e_id=ids)
+    def _result(self, found: Grown) -> SampledSubgraph:
+        node = self._nodes_of(self._type, found.node(self._type))
+        return subgraph_of_one(found, self._type, self.options.subgraph, node=node, numbers=self._ids_of)
 
-    def _fill(
-        self, hops: Hops, begin: int, end: int, fanout: int, key: np.uint64, picks: NDArray[np.int64],
-        row: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64],
-    ) -> int:  # fmt: skip
-        assert isinstance(hops, StoredHops)
-        lists, reading = self._lists[0], hops.reading
-        node_of_row = self._maps[self.graph.table.name][1]
-        misses = lists.pick(node_of_row, hops.nodes, begin, end, fanout, False, key, picks, row, col, edge)
-        reading.asked, reading.cached = reading.asked + len(edge), reading.cached + len(edge) - misses
-        if misses:
-            self._read(hops, row, edge, misses)
-        found = int(enter_hop(hops.slots, hops.nodes, end, row, self.node_count))
-        if found < 0:
-            raise lists.bad_source(-found - 1, row, edge)
-        return found
-
-    def _bad_offsets(self, node: int) -> FormatError:
-        return self._lists[0].bad_offsets(node)
-
-    def _read(self, hops: StoredHops, row: NDArray[np.int64], edge: NDArray[np.int64], misses: int) -> None:
-        """Read the neighbours that the cache did not hold: the negative ones in ``row``."""
-        last = len(hops.row) == len(self.fanouts) - 1
-        self._lists[0].read(hops.reading, self._reader, row, edge, misses, last=last)
-
-    def _reserve_hop(self, hops: Hops, hop: int, nodes_max: int, edges: int, picks: int) -> None:
-        assert isinstance(hops, StoredHops)
-        hops.reserve(hop, nodes_max, edges, picks, self.graph.entry.sources.row_bytes)
+    def _ids_of(
+        self, node: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        ids = self._lists[0].ids
+        return None if ids is None else ids.of(self._reader, edge)
 
     def __repr__(self) -> str:
         return (

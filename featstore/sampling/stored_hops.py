@@ -4,13 +4,8 @@ hop to hop."""
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from featstore.reader.reader import Reader
-from featstore.sampling.hops import Hops
 from featstore.sampling.pages import MISSING_BYTES, KeptPages, Missing
 from featstore.sampling.picking import table_size
 from featstore.sampling.under_way import Scratch
@@ -20,17 +15,15 @@ _KEPT_SHARE = 8
 
 
 def hop_bytes(
-    count: int, nodes_max: int, slot_bytes: int, edges: int, picks: int, neighbour_bytes: int, before: int = 0
+    count: int, nodes_max: int, slot_bytes: int, edges: int, picks: int, neighbour_bytes: int
 ) -> int:
     """What a hop of ``edges`` takes beyond what will be the result: at most, whatever the cache holds.
-    ``count``: nodes there are, ``nodes_max``: with the new ones, at most; ``before``: edges of hops before
-    that it will be joined with."""
+    ``count``: nodes there are, ``nodes_max``: with the new ones, at most."""
     # The table and the rows grow into new ones; the old ones go afterwards.
     room_bytes = 8 * (nodes_max + count) + table_size(nodes_max) * slot_bytes * 3 // 2
-    # Missing edges: their keys and positions, what was read. Later the parts of all hops are joined, one by
-    # one.
+    # Missing edges: their keys and positions, what was read.
     reading_bytes = edges * (MISSING_BYTES + neighbour_bytes) + 16 * table_size(max(1, picks))
-    return room_bytes + max(reading_bytes, 8 * (edges + before))
+    return room_bytes + reading_bytes
 
 
 class HopPages:
@@ -46,13 +39,30 @@ class HopPages:
     def _kept_bytes(self) -> int:
         return sum(one.memory_bytes for kept in self._kept.values() for one in kept)
 
-    def reserve(self, hop: int, hop_bytes: int) -> None:
-        """Have scratch for a hop; pages that are kept go where there is no room for both. Raises as that
-        does."""
+    def reserve(self, what: str, hop_bytes: int) -> None:
+        """Have scratch for a hop, to do ``what``; pages that are kept go where there is no room for both.
+        Raises as that does."""
         under_way, self._hop_bytes = self._scratch.of, hop_bytes
         if self._kept and not under_way.try_reserve(self._scratch, hop_bytes + self._kept_bytes):
             self._kept.clear()
-        self._scratch.reserve(hop_bytes, f"sample hop {hop + 1}")
+        self._scratch.reserve(hop_bytes, what)
+
+    def reserve_more(self, what: str, more_bytes: int) -> None:
+        """Have so much beside that. Raises as that does."""
+        self.reserve(what, self._hop_bytes + more_bytes)
+
+    def reserve_lists(self, what: str, least_bytes: int, most_bytes: int) -> int:
+        """Have scratch for lists that are looked at whole, beside the hop: ``most_bytes`` if that is not much
+        of what is free, and ``least_bytes`` in any case. Returns how much. Raises as that does."""
+        under_way, taken_bytes = self._scratch.of, self._hop_bytes + self._kept_bytes
+        share_bytes = (under_way.free_bytes - taken_bytes) // _KEPT_SHARE
+        room_bytes = max(least_bytes, min(most_bytes, share_bytes))
+        if not under_way.try_reserve(self._scratch, taken_bytes + room_bytes):
+            self._kept.clear()
+            room_bytes = least_bytes
+            self._scratch.reserve(self._hop_bytes + room_bytes, f"{what}, with its longest list whole")
+        self._hop_bytes += room_bytes
+        return room_bytes
 
     def read(self, missing: Missing, reader: Reader, table: str, *, last: bool) -> None:
         """Have what is missing of a hop, after the ``last`` of which the table's pages are not kept. Raises
@@ -79,17 +89,3 @@ class HopPages:
             kept = KeptPages(reader, table, pages, missing.dtype)
             missing.take(kept)
             self._kept[table].append(kept)
-
-
-class StoredHops(Hops):
-    """A mini-batch under way, with what it reads."""
-
-    def __init__(self, nodes: NDArray[np.int64], slots: NDArray[Any], scratch: Scratch) -> None:
-        super().__init__(nodes, slots)
-        self.reading = HopPages(scratch)
-
-    def reserve(self, hop: int, nodes_max: int, edges: int, picks: int, neighbour_bytes: int) -> None:
-        """Have scratch for a hop. Raises as that does."""
-        count, slot_bytes = sum(self.counts), self.slots.itemsize
-        needed = hop_bytes(count, nodes_max, slot_bytes, edges, picks, neighbour_bytes, self.edge_count)
-        self.reading.reserve(hop, needed)

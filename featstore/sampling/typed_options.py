@@ -10,14 +10,11 @@ import numpy as np
 from featstore.arguments import as_choice, as_flag, as_text
 from featstore.errors import ArgumentError, SourceError
 from featstore.reader.graphs import read_edge_ids, read_times, read_weights
-from featstore.sampling.attributes import SAMPLING_OPTIONS
-from featstore.sampling.options import SUBGRAPHS, TEMPORAL, SamplingOptions
+from featstore.sampling.attributes import SAMPLING_OPTIONS, TIMES, WEIGHTS
+from featstore.sampling.options import KEPT, SUBGRAPHS, TEMPORAL, SamplingOptions
 from featstore.storage.edge_types import EdgeType
 from featstore.storage.relations import graph_of_array
 from featstore.storage.store import OpenStore, StoredGraph
-
-#: What the weights and the times are called that graphs keep.
-WEIGHTS, TIMES = "weights", "times"
 
 
 class TypedOptions:
@@ -110,13 +107,9 @@ class TypedOptions:
 
     @property
     def of_memory(self) -> list[str]:
-        """Those that were said which lists on disk cannot be sampled with."""
-        said = {
-            "weight_attr=": bool(self._weighted), "time_attr=": bool(self._timed or self._node_times),
-            "disjoint=": self._plain["disjoint"],
-            "subgraph_type='induced'": self._plain["subgraph"] == "induced",
-        }  # fmt: skip
-        return [name for name, one in said.items() if one]
+        """Those that were said which lists on disk cannot be sampled with: arrays of edges by their numbers,
+        of which a list would have one anywhere."""
+        return sorted({f"{key.split()[0]}={name.rpartition('.')[2]!r}" for key, name in self._arrays.items()})
 
     @property
     def needed_bytes(self) -> int:
@@ -137,4 +130,16 @@ class TypedOptions:
         nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
         parts |= {"weights": weights or None, "edge_times": times or None, "node_times": nodes or None}
         made = SamplingOptions(**parts)
+        return None if made.is_plain else made
+
+    def from_disk(self) -> SamplingOptions | None:
+        """The options of a sampler from disk, where none is of memory alone; None where nothing was said.
+        Raises CorruptionError, DeviceError."""
+        assert not self._arrays
+        nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
+        made = SamplingOptions(
+            **self._plain, node_times=nodes or None,
+            weights={one.edge_type: KEPT for one in self._weighted} or None,
+            edge_times={one.edge_type: KEPT for one in self._timed} or None,
+        )  # fmt: skip
         return None if made.is_plain else made

@@ -117,6 +117,16 @@ class TypedInMemory:
         }
 
     @property
+    def nodes(self) -> dict[str, int]:
+        """Number of nodes by type."""
+        return self.sampler.nodes
+
+    @property
+    def options(self) -> SamplingOptions:
+        """What else was said."""
+        return self.sampler.options
+
+    @property
     def node_count(self) -> int:
         """Number of nodes of the seeds' type."""
         return self.sampler.nodes[self.node_type]
@@ -124,8 +134,15 @@ class TypedInMemory:
     def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> TypedSubgraph:
         """The mini-batch around seeds of the type, whose ``edge_id`` are positions in the stored
         ``GRAPH/sources``; raises what the sampler raises."""
-        times = None if self._seed_times is None else self._seed_times.of(seeds)
-        made = self.sampler.sample(self.node_type, seeds, batch_index, epoch=epoch, seed_times=times)
+        times = None if self._seed_times is None else {self.node_type: self._seed_times.of(seeds)}
+        return self.sample_types({self.node_type: seeds}, batch_index, epoch=epoch, seed_times=times)
+
+    def sample_types(
+        self, seeds: Mapping[str, NDArray[Any]], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: Mapping[str, NDArray[Any]] | None = None,
+    ) -> TypedSubgraph:  # fmt: skip
+        """The same around seeds of several types, as the ends of links are."""
+        made = self.sampler.sample_types(seeds, batch_index, epoch=epoch, seed_times=seed_times)
         for edge_type, shift in self._shifts.items():
             edge = made.edge_id[edge_type]
             at = edge >= 0  # of another relation's edge there is the reverse alone

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch_geometric")
 
 import featstore
-from featstore.errors import ArgumentError, FeatstoreWarning, SourceError
+from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -225,3 +225,21 @@ def test_typed_weights_and_times_by_pygs_names(tmp_path: Path, what: str) -> Non
         store = featstore.pack(tmp_path / "t", data, edge_ids=False)
         with store, pytest.raises(SourceError, match=r"numbers of edges.*edge_ids=True"):
             NeighborLoader(store, [5], "paper", memory="256MiB", **said)
+
+
+def test_arrays_as_weights_need_the_graphs_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From disk they would not be looked at."""
+    from featstore.adapters import pyg_types
+    from featstore.loaders import samplers
+
+    for module in (pyg_types, samplers):
+        monkeypatch.setattr(module, "typed_bytes", lambda store: 1 << 30)
+    with featstore.pack(tmp_path / "s", typed()) as store:
+        words = "hold the graphs in memory, which weight_attr='edge_weight' is sampled from"
+        said: dict[str, Any] = {"memory": "256MiB", "weight_attr": "edge_weight"}
+        with pytest.raises(BudgetError, match=words) as of_nodes:
+            NeighborLoader(store, [5, 5], "paper", batch_size=60, **said)
+        with pytest.raises(BudgetError, match=words) as of_links:
+            LinkNeighborLoader(store, [5], (("paper", "to", "paper"), None), **said)
+    for error in (of_nodes, of_links):
+        assert error.value.needed_bytes > 3 << 30  # a sampler has a third

@@ -17,7 +17,6 @@ pytest.importorskip("torch_geometric")
 import featstore
 from featstore.errors import (
     ArgumentError,
-    BudgetError,
     FeatstoreWarning,
     IdError,
     SourceError,
@@ -197,7 +196,6 @@ def test_every_mini_batch_is_the_sources(
         ({"time_attr": "y", "input_time": torch.arange(3)}, SourceError, "input_time must be integers.*300"),
         ({"replace": True, "mode": "partitions"}, ArgumentError, "replace: mode 'partitions' samples"),
         ({"neighbor_sampler": 3}, SourceError, "neighbor_sampler"),
-        ({"replace": True, "memory": "33MiB"}, BudgetError, "replace= is sampled from"),
         ({"num_neighbors": {("a", "b", "c"): [2]}}, SourceError, "edge type"),
         ({"input_nodes": ("paper", None)}, SourceError, "'paper'"),
         ({"input_nodes": torch.ones(5, dtype=torch.bool)}, ArgumentError, "each of 300 nodes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 pytest.importorskip("torch_geometric")
 
 import featstore
-from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, SourceError
+from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.links import Negatives
 
 with warnings.catch_warnings():
@@ -108,6 +110,97 @@ def test_options_through_every_mode(world: dict[str, Any], mode: str, options: d
                 last = data.seed_time[data.batch[data.edge_index[1]]].numpy()
                 assert (world["when"][e_id] <= last).all()
         assert sorted(seen) == list(range(60))
+
+
+@pytest.fixture(scope="module")
+def dated(world: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[featstore.Store]:
+    """The graph keeps the weights and times of its edges."""
+    with featstore.pack(
+        tmp_path_factory.mktemp("dated") / "s", world["x"], graph=world["edges"], edge_ids=True, order="ldg",
+        arrays={"since": world["since"]}, edge_weights=world["weight"], edge_times=world["when"],
+    ) as store:  # fmt: skip
+        yield store
+
+
+@pytest.fixture
+def from_disk(monkeypatch: pytest.MonkeyPatch) -> list[DiskSampler]:
+    """The samplers from disk that were opened."""
+    opened: list[DiskSampler] = []
+    begin = DiskSampler._open
+    monkeypatch.setattr(DiskSampler, "_open", lambda one: (begin(one), opened.append(one)))
+    return opened
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert set(one.keys()) == set(other.keys())
+        for name in one.keys():  # noqa: SIM118 -- of a Data, not of a mapping
+            np.testing.assert_array_equal(np.asarray(one[name]), np.asarray(other[name]), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("online", {"weight_attr": "weights", "replace": True}),
+        ("compiled", {"time_attr": "times", "input_time": np.arange(60) % 50, "time_window": 20}),
+        ("rolling", {"time_attr": "since", "weight_attr": "weights", "temporal_strategy": "last"}),
+        ("online", {"subgraph_type": "induced"}),
+        ("rolling", {"disjoint": True}),
+    ],
+)
+def test_graphs_that_do_not_fit_are_sampled_from_disk(
+    dated: featstore.Store, from_disk: list[DiskSampler], mode: str, options: dict[str, Any]
+) -> None:
+    """With the mini-batches that there are in memory."""
+    seeds, made = np.random.default_rng(1).permutation(NODES)[:60], []
+    for memory in ("512MiB", "24MiB"):
+        name = {} if mode == "online" else {"name": f"{mode}-{memory}-{len(str(options))}"}
+        with NeighborLoader(
+            dated, [4, 3], seeds, batch_size=16, memory=memory, mode=mode, **name, **options
+        ) as loader:
+            made.append(sorted(loader, key=lambda data: int(data.input_id[0])))
+        assert bool(from_disk) == (memory == "24MiB")
+    assert_same(made[1], made[0])
+    with pytest.raises(ClosedError):  # with the loader
+        from_disk[-1].stats()
+
+
+@pytest.mark.parametrize("options", [{}, {"time_attr": "since", "weight_attr": "weights"}])
+def test_links_from_disk_are_those_in_memory(
+    dated: featstore.Store, world: dict[str, Any], from_disk: list[DiskSampler], options: dict[str, Any]
+) -> None:
+    times = {"edge_label_time": world["when"] + 50} if options else {}
+    made = []
+    for memory in ("512MiB", "24MiB"):
+        with LinkNeighborLoader(
+            dated,
+            [4, 3],
+            batch_size=400,
+            neg_sampling="binary",
+            memory=memory,
+            mode="online",
+            **options,
+            **times,
+        ) as loader:
+            made.append(list(loader))
+        assert bool(from_disk) == (memory == "24MiB")
+    assert_same(made[1], made[0])
+    positives = [data.n_id[data.edge_label_index][:, data.edge_label > 0] for data in made[1]]
+    np.testing.assert_array_equal(np.concatenate(positives, axis=1), world["edges"])
+    with pytest.raises(ClosedError):
+        from_disk[-1].stats()
+
+
+def test_what_may_be_two_things_is_refused(world: dict[str, Any], tmp_path: Path) -> None:
+    with (
+        featstore.pack(
+            tmp_path / "s", world["x"], graph=world["edges"], edge_weights=world["weight"],
+            arrays={"weights": world["weight"]},
+        ) as store,
+        pytest.raises(SourceError, match="may be what the graph keeps or an array"),
+    ):  # fmt: skip
+        store.loader(seeds=[1], fanouts=[2], weight_attr="weights", memory="64MiB")
 
 
 def test_the_stores_own_loader_has_the_same(world: dict[str, Any]) -> None:
@@ -216,7 +309,8 @@ def test_a_model_of_links_learns(world: dict[str, Any]) -> None:
         ({"neg_sampling": "triplet", "edge_label": "kind"}, ArgumentError, "not of triplets"),
         ({"seeds": [1]}, ArgumentError, "no option 'seeds'"),
         ({"mode": "partitions"}, ArgumentError, "partitions"),
-        ({"memory": "32MiB"}, BudgetError, "hold the graph"),
+        ({"memory": "32MiB", "weight_attr": "weight"}, BudgetError, "weight_attr='weight' is sampled from"),
+        ({"memory": "16KiB"}, BudgetError, "hold all edges of graph 'features'"),
         ({"bath_size": 3}, ArgumentError, "batch_size"),
     ],
 )

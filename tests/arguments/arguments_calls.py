@@ -358,12 +358,19 @@ CALLS: dict[str, Call] = {
             "seed": ANY_INTEGER,
             "graph": NAME.optional,
             "edge_ids": FLAG.optional,
+            "options": Rule({**NONSENSE, "a mapping": {"replace": True}, "a text": "replace"}),
+            "seed_times": Rule({**NONSENSE, "an array": np.arange(2), "a text": "times"}),
             **without(OPTIONS_OF_READING, "model"),
         },
     ),
     "StoredSampler.sample": Call(
         lambda w: (w.sampler.sample, {"seeds": [1, 2]}),
-        {"seeds": IDS.saying("seed"), "batch_index": ANY_INTEGER, "epoch": ANY_INTEGER},
+        {
+            "seeds": IDS.saying("seed"),
+            "batch_index": ANY_INTEGER,
+            "epoch": ANY_INTEGER,
+            "seed_times": ARRAY.optional,
+        },
     ),
     # Traces and what is compiled of them.
     "Trace": Call(lambda w: (featstore.Trace, {"path": w.trace.path}), {"path": PATH}),

@@ -57,6 +57,7 @@ NOT_CALLED = {
     "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader",
     "Reader.read_pages": "called by samplers",
+    "StoredSampler.with_memory": "called by loaders",
     "OnlineLoader.beginning": "called by its own thread",
     "OnlineLoader.finished": "called by its own thread",
     "CompiledTrace.open_readers": "called by its loader",

@@ -537,14 +537,14 @@ def test_close_waits_for_the_mini_batch_under_way(hubs_store: featstore.Store) -
     sampler: StoredSampler = hubs_store.sampler(FANOUTS, memory=least(hubs_store))
     expected = in_memory(hubs_store).sample(seeds_of(1))
     reading, go = threading.Event(), threading.Event()
-    read = sampler._read
+    read = sampler._lists[0].read
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any, last: bool) -> None:
         reading.set()
         assert go.wait(10)
-        read(*arguments)
+        read(*arguments, last=last)
 
-    sampler._read = slow  # type: ignore[method-assign]
+    sampler._lists[0].read = slow  # type: ignore[method-assign]
     with ThreadPoolExecutor(3) as pool:
         batch = pool.submit(sampler.sample, seeds_of(1))
         assert reading.wait(10)

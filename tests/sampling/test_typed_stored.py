@@ -16,7 +16,6 @@ from processes import in_child
 
 import featstore
 from featstore.errors import (
-    ArgumentError,
     BudgetError,
     ClosedError,
     CorruptionError,
@@ -262,21 +261,6 @@ def test_a_damaged_page_is_an_error(tmp_path: Path, engine: str) -> None:
             pytest.raises(CorruptionError, match="paper__cites__paper/sources"),
         ):
             sampler.sample(np.arange(3000))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"disjoint": True}, "disjoint=: lists on disk are sampled uniformly; hold the graphs in memory"),
-        ({"subgraph": "induced"}, "subgraph='induced': lists"),
-        ({"weights": {CITES: np.ones(60_000)}}, "weights=: lists"),
-        ({"node_times": {"paper": np.zeros(3000, int)}}, "node_times=: lists"),
-        ({"edge_times": {CITES: np.zeros(60_000, int)}, "replace": True}, "edge_times=: lists"),
-    ],
-)
-def test_what_lists_on_disk_are_not_sampled_with(typed: Any, options: Any, words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        TypedStoredSampler(typed, "paper", [2], memory="16MiB", options=SamplingOptions(**options))
 
 
 def test_what_cannot_be(typed: Any, store: featstore.Store) -> None:

@@ -133,13 +133,13 @@ def test_several_are_under_way(store: featstore.Store) -> None:
     memory = in_memory(store, FANOUTS)
     with store.sampler(FANOUTS, memory="16MiB") as sampler, ThreadPoolExecutor(UNDER_WAY_MAX) as pool:
         sampler._cache.cut(0)
-        read, met = sampler._read, threading.Barrier(UNDER_WAY_MAX)
+        read, met = sampler._lists[0].read, threading.Barrier(UNDER_WAY_MAX)
 
-        def together(*arguments: Any) -> None:
+        def together(*arguments: Any, last: bool) -> None:
             met.wait(20)  # breaks where not all are reading
-            read(*arguments)
+            read(*arguments, last=last)
 
-        sampler._read = together  # type: ignore[method-assign]
+        sampler._lists[0].read = together  # type: ignore[method-assign]
         batches = list(pool.map(lambda n: sampler.sample(seeds_of(n, 50, NODES), n), range(UNDER_WAY_MAX)))
     for number, batch in enumerate(batches):
         assert_equal(batch, memory.sample(seeds_of(number, 50, NODES), number))
@@ -167,15 +167,15 @@ def test_memory_for_one_is_enough_for_threads(store: featstore.Store) -> None:
 def test_a_failed_mini_batch_holds_nothing(store: featstore.Store) -> None:
     with store.sampler(FANOUTS, memory="16MiB") as sampler:
 
-        def fails(*arguments: Any) -> None:
+        def fails(*arguments: Any, last: bool) -> None:
             raise KeyboardInterrupt
 
         sampler._cache.cut(0)
-        read, sampler._read = sampler._read, fails  # type: ignore[method-assign]
+        read, sampler._lists[0].read = sampler._lists[0].read, fails  # type: ignore[method-assign]
         for _ in range(2 * UNDER_WAY_MAX):
             with pytest.raises(KeyboardInterrupt):
                 sampler.sample([1, 2])
-        sampler._read = read  # type: ignore[method-assign]
+        sampler._lists[0].read = read  # type: ignore[method-assign]
         assert sampler.sample([1, 2]).num_sampled_nodes[0] == 2
         assert sampler.stats().batches == 1
 
