@@ -80,8 +80,8 @@ def by_mega_batches(given: dict[str, Any], training: Training) -> dict[str, Any]
         seconds, report, sets = time.perf_counter() - opened, loader.report(), loader.sets
         return {f"{stage}_seconds": spent for stage, spent in report.seconds.items()} | {
             "seconds": seconds, "steps": sets.steps, "resident": sets.resident, "partitions": sets.partitions,
-            "hubs": len(sets.hub_rows), "kept_share": report.kept_share, "read_bytes": loader.loaded_bytes,
-            "planned_bytes": loader.memory()["planned"],
+            "hubs": len(sets.hub_rows["features"]), "kept_share": report.kept_share,
+            "read_bytes": loader.loaded_bytes, "planned_bytes": loader.memory()["planned"],
         }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def load_epoch(store: featstore.Store, train: Any, options: dict[str, Any]) -> S
             seen = time.perf_counter()
         seconds = seen - begin
         graph = store.graphs["features"]
-        hubs = int(graph.hub_rows(len(loader.hub_rows))[1][-1]) * graph.entry.sources.row_bytes
+        hubs = int(graph.hub_rows(len(loader.hub_rows["features"]))[1][-1]) * graph.entry.sources.row_bytes
         needed = (
             store.tables["features"].data_bytes
             + graph.edges * graph.entry.sources.row_bytes
@@ -87,7 +87,7 @@ def load_epoch(store: featstore.Store, train: Any, options: dict[str, Any]) -> S
         return Sample(read / 1e6, seconds, None, {
             "read_bytes": read, "needed_bytes": needed + hubs * megas, "mega_batches": megas,
             "kept_share": mega.kept_share, "resident": loader.resident, "partitions": loader.partitions,
-            "hubs": len(loader.hub_rows),
+            "hubs": len(loader.hub_rows["features"]),
         })  # fmt: skip
 
 

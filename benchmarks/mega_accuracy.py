@@ -130,7 +130,7 @@ def with_rows(sample: Any, x: Any) -> Any:
 
     local = LocalSample(
         sample.node, sample.row, sample.col, sample.num_sampled_nodes[0], sample.num_sampled_nodes,
-        sample.num_sampled_edges, sample.node, None,
+        sample.num_sampled_edges, {}, None,
     )  # fmt: skip
     return Batch(0, sample.node, x[torch.from_numpy(sample.node)], local)
 
@@ -175,30 +175,35 @@ def from_store(
                 continue
             if memory is None:
                 size = evenly(len(mega.seeds), plan.batch_size)
-                yield from drawn(mega, plan.fanouts, size, variant)
+                yield from drawn(loader.parts, mega, plan.fanouts, size, variant)
             else:
                 for _ in range(variant.passes):
-                    yield from memory.batches(mega.node[mega.seeds].astype(np.int64), next(turns))
+                    node = mega.rows["features"].node[mega.seeds].astype(np.int64)
+                    yield from memory.batches(node, next(turns))
 
     while True:
         yield variant.passes, batches()
 
 
-def drawn(mega: Any, fanouts: tuple[int, int], batch_size: int, variant: Variant) -> Iterator[Any]:
+def drawn(
+    parts: Any, mega: Any, fanouts: tuple[int, int], batch_size: int, variant: Variant
+) -> Iterator[Any]:
     """The mini-batches of a mega-batch."""
     import torch
 
     from featstore.base.buffers import Outputs
     from featstore.loaders.batch import Batch
-    from featstore.loaders.mega.drawing import Drawing, DrawOptions
+    from featstore.loaders.mega.drawing import Drawing, DrawOptions, Sampling
+    from featstore.loaders.mega.options import DrawnWith
 
-    options = DrawOptions(fanouts, batch_size, variant.weights)
-    drawing = Drawing(mega, options, Outputs(mega.x.nbytes, 2))
+    options = DrawOptions(parts.fanouts(fanouts), batch_size, variant.weights)
+    sampling = Sampling(mega, parts, "features", options, DrawnWith(parts))
+    drawing = Drawing(sampling, options, {"features": Outputs(mega.rows["features"].x.nbytes, 2)})
     for pass_ in range(variant.passes):
         order = drawing.order(pass_)
         for number in range(drawing.per_pass):
             sample = drawing.sample(order, pass_, number)
-            yield Batch(number, sample.node, torch.from_numpy(drawing.gather(sample)), sample)
+            yield Batch(number, sample.node, torch.from_numpy(drawing.gather(sample)["features"]), sample)
 
 
 def check(batch: Any, data: Data) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from featstore.arguments import shown
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
-from featstore.loaders.samplers import least_bytes, typed_on_disk
+from featstore.loaders.samplers import least_on_disk, typed_on_disk
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.graphs import read_links
 from featstore.sampling.disk_sampler import DiskSampler
@@ -154,7 +154,7 @@ def link_sampler(
         raise BudgetError(links_bytes + 1, memory_bytes, what)
     shares = MemoryShares(memory_bytes - links_bytes, graph_bytes=whole_bytes, beside_bytes=links_bytes)
     if whole_bytes > shares.sampler_bytes:
-        shares = replace(shares, least_bytes=least_bytes(on_disk))
+        shares = replace(shares, least_bytes=least_on_disk(on_disk))
     with shares.told_of_all():
         fits = whole_bytes <= shares.sampler_bytes
         sampler = in_memory() if fits else on_disk(shares.sampler_bytes)

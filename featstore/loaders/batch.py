@@ -174,7 +174,7 @@ class Batch:
             if counts[node_type][0]:
                 store.batch_size = counts[node_type][0]
         parts = {name: self._of_sample(name) for name in ("e_id", "batch")} | {"edge_index": self.edge_index}
-        parts |= {"num_sampled_edges": self.num_sampled_edges}
+        parts |= {"num_sampled_edges": self.num_sampled_edges, "edge_weight": self._of_sample("weight")}
         given = {name: value for name, value in vars(self).items() if name not in _OWN}
         for name, by_type in (parts | given).items():
             for key, value in (by_type or {}).items():

@@ -21,6 +21,7 @@ from featstore.loaders.divided import GivenShare
 from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
+from featstore.loaders.mega.options import check_said
 from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
@@ -353,31 +354,29 @@ class Making:
         return RollingMode(loader)
 
     def _partitions(self, own: dict[str, Any]) -> Mode:
-        if self.store.edge_types:
-            raise ArgumentError(
-                "mode='partitions' draws from one graph without types: a store with edge types has the modes "
-                "online, compiled and rolling"
-            )
         said = said_otherwise(self.given.said)
-        if said:
-            raise ArgumentError(
-                f"{', '.join(said)}: mode 'partitions' samples uniformly, without replacement, inside the "
-                "partitions that are in memory: take mode='online'"
-            )
+        check_said(said, self._of_types)
         if self._in_order:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"
             )
         if isinstance(own.get("passes"), str) and self.ranks.shares > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
-        self.whole.check_sampled(graph_of(self.store, self.given.get("graph")))
+        if not self.store.edge_types:
+            self.whole.check_sampled(graph_of(self.store, self.given.get("graph")))
+        elif not self._of_types:
+            raise ArgumentError(
+                "graph= names one graph, and of a store with edge types mode 'partitions' samples over all: "
+                "leave it out, and give fanouts= by edge type, with 0 for those that are not wanted"
+            )
         fanouts, own = self.given.get("fanouts"), own | self.given.reading | self._seeds_of_a_step()
         own |= {"train": self.given.get("seeds"), "graph": self.given.get("graph"), "seed": self._seed}
         own |= {"memory": self.shares.rows_bytes, "tensors": self.given.tensors, "ranks": self._here}
-        own["edge_table"] = self.whole.edge_table
+        own["edge_table"] = self.whole.wanted_edge_tables
+        own["said"] = {name: self.given.said[name] for name in said}
         if isinstance(self.store, WholeStore):
             del own["world_size"]  # of which this host has its own ranks
-            return owned_partitions(self.store, args.as_fanouts(fanouts), **own)
+            return owned_partitions(self.store, fanouts, **own)
         return PartitionsMode(PartitionsLoader(self.store, fanouts, **own))
 
     def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:

@@ -90,7 +90,7 @@ def typed_sampler_within(
     times = None if options.input_time is None else TimesOfSeeds(seeds.ids, options.input_time)
     if whole > shares.sampler_bytes:
         on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed, seed_times=times)
-        shares = replace(shares, graph_bytes=whole, least_bytes=least_bytes(on_disk))
+        shares = replace(shares, graph_bytes=whole, least_bytes=least_on_disk(on_disk))
         with shares.told_of_all():
             return on_disk(shares.sampler_bytes), shares
     left = shares.memory_bytes - whole
@@ -122,7 +122,7 @@ def typed_on_disk(
     return made
 
 
-def least_bytes(on_disk: Callable[[int], Any]) -> int:
+def least_on_disk(on_disk: Callable[[int], Any]) -> int:
     """Without which there is no sampler from disk."""
     try:
         on_disk(1).close()

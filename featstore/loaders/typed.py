@@ -61,7 +61,8 @@ class TypedWhole(Whole):
         return TypedRows(self, batches, nodes, recorded, check)
 
     @property
-    def _wanted_edge_tables(self) -> list[str]:
+    def wanted_edge_tables(self) -> list[str]:
+        """The tables of edges whose rows mini-batches have."""
         return list(self.edge_types)
 
     def batch(self, made: Any) -> Batch:

@@ -157,7 +157,7 @@ class Whole:
     def check_compiled(self, tables: Container[str], sampled: bool) -> None:
         """Raise ArgumentError where what was compiled before has no rows of edges that are wanted now, or has
         some that are not; whoever brings mini-batches may have wanted these by name."""
-        wanted = self._wanted_edge_tables
+        wanted = self.wanted_edge_tables
         for name in wanted:
             if name not in tables:
                 raise ArgumentError(
@@ -170,7 +170,7 @@ class Whole:
             )
 
     @property
-    def _wanted_edge_tables(self) -> list[str]:
+    def wanted_edge_tables(self) -> list[str]:
         """The tables of edges whose rows mini-batches have."""
         return [] if self.edge_table is None else [self.edge_table]
 

@@ -25,6 +25,10 @@ class TypedOptions:
     ``time_attr="times"``: the times that graphs keep of edges, of those that do; or ``NAME``: the arrays
     ``TYPE.NAME`` of the node types or of the edge types that have one. ``seeds_have_times``: whoever samples
     says them, as links do. Nothing is read before :meth:`read`. Raises ArgumentError, SourceError.
+
+    ``plain``: those of :class:`~featstore.sampling.options.SamplingOptions` that are of no array;
+    ``weighted``, ``timed``: the graphs whose weights and times are meant; ``arrays``: names of the arrays
+    that have them, where graphs do not keep them; ``node_times``: names of arrays, by node type.
     """
 
     def __init__(self, store: OpenStore, said: Mapping[str, Any], *, seeds_have_times: bool = False) -> None:
@@ -32,7 +36,7 @@ class TypedOptions:
         given = dict(SAMPLING_OPTIONS) | {name: one for name, one in said.items() if one is not None}
         given = {name: one for name, one in given.items() if name in SAMPLING_OPTIONS}
         subgraph = getattr(given["subgraph_type"], "value", given["subgraph_type"])  # of an enumeration
-        self._plain = {
+        self.plain = {
             "replace": as_flag(given["replace"], "replace"),
             "disjoint": as_flag(given["disjoint"], "disjoint"),
             "subgraph": as_choice(subgraph, "subgraph_type", SUBGRAPHS),
@@ -40,18 +44,18 @@ class TypedOptions:
             "window": given["time_window"],
         }
         graphs = [graph for graph in store.graphs.values() if graph.edge_type is not None]
-        self._arrays: dict[str, str] = {}  # of a graph's edges, where it does not keep the values itself
-        self._weighted: list[StoredGraph] = []
+        self.arrays: dict[str, str] = {}  # of a graph's edges, where it does not keep the values itself
+        self.weighted: list[StoredGraph] = []
         if given["weight_attr"] is not None:
             name = as_text(given["weight_attr"], "weight_attr")
-            self._weighted = [graph for graph in graphs if name == WEIGHTS and graph.has_weights]
-            self._weighted = self._weighted or self._with_array(name, graphs, "weight_attr")
-            if not self._weighted:
+            self.weighted = [graph for graph in graphs if name == WEIGHTS and graph.has_weights]
+            self.weighted = self.weighted or self._with_array(name, graphs, "weight_attr")
+            if not self.weighted:
                 raise ArgumentError(
                     f"weight_attr={name!r}: the store has no array TYPE.{name} of edges, and {WEIGHTS!r} are "
                     "those that graphs keep: pack them with edge_weights="
                 )
-        self._timed, self._node_times = self._times_of(given["time_attr"], graphs)
+        self.timed, self.node_times = self._times_of(given["time_attr"], graphs)
         self.input_time = given["input_time"]
         if given["time_attr"] is None:
             late = [name for name in ("input_time", "time_window") if given[name] is not None]
@@ -59,7 +63,7 @@ class TypedOptions:
                 raise ArgumentError(
                     f"{late[0] if late else 'temporal_strategy'}= is of times: say which, time_attr="
                 )
-        if self._timed and self.input_time is None and not seeds_have_times:
+        if self.timed and self.input_time is None and not seeds_have_times:
             raise ArgumentError("time_attr= of edges needs the times of the seeds, input_time=")
 
     def _times_of(self, given: Any, graphs: list[StoredGraph]) -> tuple[list[StoredGraph], dict[str, str]]:
@@ -92,12 +96,12 @@ class TypedOptions:
                     f"for each of {graph.edges:,} edges, and {graph.where()} is to keep these, packed with "
                     "edge_ids=True (--edge-ids)"
                 )
-            self._arrays[f"{what} {graph.name}"] = known[graph.name]
+            self.arrays[f"{what} {graph.name}"] = known[graph.name]
         return found
 
     def _read(self, graph: StoredGraph, what: str) -> Any:
         """The values of a graph's edges, in the order of its CSC arrays."""
-        name = self._arrays.get(f"{what} {graph.name}")
+        name = self.arrays.get(f"{what} {graph.name}")
         if name is None:
             return read_weights(graph) if what == "weight_attr" else read_times(graph)
         values = self._store.arrays[name]
@@ -109,25 +113,25 @@ class TypedOptions:
     def of_memory(self) -> list[str]:
         """Those that were said which lists on disk cannot be sampled with: arrays of edges by their numbers,
         of which a list would have one anywhere."""
-        return sorted({f"{key.split()[0]}={name.rpartition('.')[2]!r}" for key, name in self._arrays.items()})
+        return sorted({f"{key.split()[0]}={name.rpartition('.')[2]!r}" for key, name in self.arrays.items()})
 
     @property
     def needed_bytes(self) -> int:
         """Memory for what they hold, while it is read."""
-        edges = sum(20 * one.edges for one in self._weighted) + sum(36 * one.edges for one in self._timed)
-        return edges + sum(8 * self._store.tables[kind].rows for kind in self._node_times)
+        edges = sum(20 * one.edges for one in self.weighted) + sum(36 * one.edges for one in self.timed)
+        return edges + sum(8 * self._store.tables[kind].rows for kind in self.node_times)
 
     def read(self) -> SamplingOptions | None:
         """The options, with arrays in the order of the graphs' CSC arrays; None where nothing was said.
         Raises CorruptionError, DeviceError, FormatError, SourceError."""
-        parts: dict[str, Any] = dict(self._plain)
+        parts: dict[str, Any] = dict(self.plain)
         weights: dict[EdgeType | None, Any] = {
-            one.edge_type: self._read(one, "weight_attr") for one in self._weighted
+            one.edge_type: self._read(one, "weight_attr") for one in self.weighted
         }
         times: dict[EdgeType | None, Any] = {
-            one.edge_type: self._read(one, "time_attr") for one in self._timed
+            one.edge_type: self._read(one, "time_attr") for one in self.timed
         }
-        nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
+        nodes = {kind: self._store.arrays[name] for kind, name in self.node_times.items()}
         parts |= {"weights": weights or None, "edge_times": times or None, "node_times": nodes or None}
         made = SamplingOptions(**parts)
         return None if made.is_plain else made
@@ -135,11 +139,11 @@ class TypedOptions:
     def from_disk(self) -> SamplingOptions | None:
         """The options of a sampler from disk, where none is of memory alone; None where nothing was said.
         Raises CorruptionError, DeviceError."""
-        assert not self._arrays
-        nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
+        assert not self.arrays
+        nodes = {kind: self._store.arrays[name] for kind, name in self.node_times.items()}
         made = SamplingOptions(
-            **self._plain, node_times=nodes or None,
-            weights={one.edge_type: KEPT for one in self._weighted} or None,
-            edge_times={one.edge_type: KEPT for one in self._timed} or None,
+            **self.plain, node_times=nodes or None,
+            weights={one.edge_type: KEPT for one in self.weighted} or None,
+            edge_times={one.edge_type: KEPT for one in self.timed} or None,
         )  # fmt: skip
         return None if made.is_plain else made

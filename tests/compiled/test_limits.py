@@ -24,7 +24,7 @@ from featstore.compile.segments import bounds_dtype
 from featstore.compile.write_table import _Buckets, bucket_rows
 from featstore.errors import IdError, SourceError
 from featstore.layout import TableLayout
-from featstore.loaders.mega.sizes import Needs, fit
+from featstore.loaders.mega.sizes import ListNeeds, Needs, RowNeeds, fit
 from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.plan.extents import key_bits, plan_extents
 from featstore.storage.manifest import ROWS_MAX
@@ -153,19 +153,20 @@ def test_ranks_by_degree() -> None:
 
 def needs(*partitions: int) -> Needs:
     rows = np.array(partitions, np.int64)
-    return Needs(int(rows.sum()), 4, 8, 8, rows, rows, 0, 0, 0)
+    of_rows = RowNeeds(int(rows.sum()), 4, 8, rows, 0)
+    return Needs({"node": of_rows}, {"edges": ListNeeds("node", 8, 0, rows, 0)}, "node", 0)
 
 
 def test_mega_batches_number_their_places_by_32_bits() -> None:
     most = 2**31 - 1
     one = fit(needs(most), 2**40, None, None)
-    assert one.partition_places == most
+    assert one.slots * one.slot_rows["node"] == most
     with pytest.raises(
         SourceError, match=r"numbers its rows with 32 bits.* 2,147,483,648 places.* more partitions"
     ):
         fit(needs(most + 1), 2**40, None, None)
     four = fit(needs(*[2**29] * 4, 1), 2**45, None, None)
-    assert (four.resident, four.partition_places) == (1, 2**30), (
+    assert (four.resident, four.slots * four.slot_rows["node"]) == (1, 2**30), (
         "what fits the memory, but not the numbers, is not taken"
     )
     with pytest.raises(SourceError, match="ask for fewer partitions"):

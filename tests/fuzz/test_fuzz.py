@@ -45,9 +45,10 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
 import run, mutants, uses, worker
-import featstore.base.checks
+import featstore.base.checks, featstore.reader.graphs
 for name in ("check_offsets", "check_distinct", "check_inverse"):
     setattr(featstore.base.checks, name, lambda *arguments: None)
+featstore.reader.graphs.check_offsets = featstore.base.checks.check_offsets  # it has its own name for it
 def change(store, rng):
     at = ("graphs", "features", "offsets")
     offsets = store.rows(at).view("<i8").copy()

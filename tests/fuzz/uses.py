@@ -171,19 +171,20 @@ def mega(target: Target, rng: Random) -> None:
     train: Any = "train" if rng.random() < 0.5 and "train" in store.arrays else None
     with PartitionSets(store, memory="40MiB", train=train, resident=2) as batches:
         for batch in batches:
-            indptr, indices = batch.indptr, batch.indices
+            (rows,), (lists,) = batch.rows.values(), batch.lists.values()
+            indptr, indices = lists.indptr, lists.indices
             hold(
                 indptr[0] == 0 and indptr[-1] == len(indices) and (np.sort(indptr) == indptr).all(),
                 "the subgraph is none",
             )
             hold(
-                len(indices) == 0 or 0 <= indices.min() <= indices.max() < len(batch.node),
+                len(indices) == 0 or 0 <= indices.min() <= indices.max() < len(rows.node),
                 "an edge from nowhere",
             )
-            there = batch.places[batch.node[batch.places] >= 0]
+            there = rows.places[rows.node[rows.places] >= 0]
             if target.pristine:
                 hold(
-                    np.array_equal(batch.x[there], target.rows[batch.node[there]]),
+                    rows.x is not None and np.array_equal(rows.x[there], target.rows[rows.node[there]]),
                     "rows are not those of their nodes",
                 )
             break

@@ -181,11 +181,12 @@ def test_partitions_induce_the_users_edges(
         patch.setattr(sizes, "BLOCK_EDGES_MIN", 32)
         with sets_of(store, resident=resident) as sets:
             for mega in sets:
-                here = set(mega.node[mega.places].tolist())
-                targets = np.repeat(np.arange(len(mega.indptr) - 1), np.diff(mega.indptr))
-                ids = mega.edge_ids
-                np.testing.assert_array_equal(index[0, ids], mega.node[mega.indices])
-                np.testing.assert_array_equal(index[1, ids], mega.node[targets])
+                rows, lists = next(iter(mega.rows.values())), next(iter(mega.lists.values()))
+                here = set(rows.node[rows.places].tolist())
+                targets = np.repeat(np.arange(len(lists.indptr) - 1), np.diff(lists.indptr))
+                ids = lists.edge_ids
+                np.testing.assert_array_equal(index[0, ids], rows.node[lists.indices])
+                np.testing.assert_array_equal(index[1, ids], rows.node[targets])
                 wanted = [e for e in range(edges) if {*index[:, e].tolist()} <= here]
                 assert sorted(ids.tolist()) == wanted
 

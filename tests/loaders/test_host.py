@@ -4,6 +4,7 @@ test_torchrun.py."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -448,6 +449,8 @@ def test_the_rows_are_in_memory_once(tmp_path: Path, pack: Any, start: Any, mode
         how |= {"rank": rank, "world_size": RANKS, "memory": memory, "shared": str(tmp_path)}
         with store.loader(**how | {"seeds": np.arange(500)}) as loader:
             list(loader)  # kernels and libraries are there
+        del loader
+        gc.collect()
         taken = [pss()]
         with store.loader(**how) as loader:
             for number, batch in enumerate(loader):

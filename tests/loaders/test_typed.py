@@ -80,7 +80,7 @@ def check(batch: Any, source: Source) -> None:
     assert batch.batch_size == batch.num_sampled_nodes["paper"][0]
 
 
-@pytest.mark.parametrize("mode", ["online", "compiled", "rolling", "auto"])
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling", "partitions", "auto"])
 def test_every_row_and_edge_is_the_source_s(store: featstore.Store, source: Source, mode: str) -> None:
     given = options(mode=mode, attach="paper.y", edge_table="author__writes__paper", engine="threads")
     if mode in ("compiled", "rolling"):
@@ -286,7 +286,6 @@ def test_ranks_have_each_seed_once(store: featstore.Store) -> None:
         ({"seeds": SEEDS}, ArgumentError, r"pair \(type, ids\)"),
         ({"seeds": ("papers", SEEDS)}, UnknownNameError, "papers"),
         ({"seeds": "train"}, ArgumentError, r"TYPE\.NAME"),
-        ({"mode": "partitions"}, ArgumentError, "without types"),
         ({"memory": "1MiB"}, BudgetError, "sample from these graphs"),
         ({"edge_table": "paper"}, ArgumentError, "table of nodes"),
         ({"attach": "paper.nothing"}, UnknownNameError, "nothing"),
@@ -447,7 +446,7 @@ def test_edges_without_weight_are_never_drawn(dated: featstore.Store) -> None:
         ({"time_attr": "no"}, "TYPE.no"),
         ({"time_attr": "times"}, "input_time="),
         ({"input_time": SEEDS}, "time_attr="),
-        ({"mode": "partitions", "replace": True}, "without types"),
+        ({"mode": "partitions", "time_attr": "times"}, "input_time="),
     ],
 )
 def test_options_that_cannot_be(dated: featstore.Store, more: dict[str, Any], words: str) -> None:

@@ -20,10 +20,11 @@ from featstore.loaders.mega.induce import (
     TARGET,
     Places,
     border_weights,
+    copy_kept,
     count_by_partition,
     induce_block,
 )
-from featstore.loaders.mega.sizes import Needs, fit, sizes_of
+from featstore.loaders.mega.sizes import ListNeeds, Needs, RowNeeds, fit, sizes_of
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ def induce(world: World, rows: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarr
     state, ends = np.zeros(2, np.int64), np.full(len(rows), -7, np.int64)
     indices, ids = np.empty(len(file) + 1, np.int32), np.empty(len(file) + 1, np.int64)
     for low in range(0, max(1, len(file)), world.block_edges):
+        block, filled = file[low : low + world.block_edges].copy(), int(state[FILLED])
         bad = induce_block(
-            offsets, file[low : low + world.block_edges], first + low, world.rows, *here, wanted, state, ends,
-            indices, 7 * np.arange(low, min(low + world.block_edges, len(file))), ids,
+            offsets, block, first + low, world.rows, *here, wanted, state, ends, indices
         )  # fmt: skip
         assert bad == -1
+        copy_kept(block, 7 * np.arange(low, low + len(block)), ids[filled : state[FILLED]])
     assert state[TARGET] == len(rows)
     places = ids[: state[FILLED]] // 7  # an edge's id is seven times its place in the file
     at = np.searchsorted(offsets - first, places, side="right") - 1
@@ -173,7 +175,7 @@ def test_sources_that_are_no_rows_are_named_by_position(bad: int) -> None:
     assert count_by_partition(block, places.hints, offsets, *here[:2], np.zeros(4, np.int64)) == 3
     found = induce_block(
         np.array([50, 52, 55], np.int64), block, 50, 300, *here, np.full(2, True), np.zeros(2, np.int64),
-        np.empty(2, np.int64), np.empty(6, np.int32), *np.empty((2, 0), np.int64),
+        np.empty(2, np.int64), np.empty(6, np.int32),
     )  # fmt: skip
     assert found == 3
 
@@ -185,8 +187,9 @@ def weigh(
     row: Any, col: Any, local: Any, hubs: int, slot_rows: int, always: Any, chance: float
 ) -> np.ndarray:
     weights = np.empty(len(row), np.float32)
-    as_ids = [np.asarray(one, np.int64) for one in (row, col, local)]
-    border_weights(*as_ids, hubs, slot_rows, np.asarray(always, bool), chance, weights)
+    as_ids = [np.asarray(one, np.int64) for one in (row, col, local, local)]
+    slots = (hubs, slot_rows)
+    border_weights(*as_ids, slots, slots, np.asarray(always, bool), chance, weights)
     return weights
 
 
@@ -261,11 +264,11 @@ def test_weighted_means_are_less_biased() -> None:
 def needs_of(rng: np.random.Generator, partitions: int, **changes: Any) -> Needs:
     rows = rng.integers(0, 500, partitions)
     rows[0] = 400
-    given: dict[str, Any] = {
-        "rows": int(rows.sum()), "row_bytes": 400, "node_bytes": 4, "source_bytes": 4, "partition_rows": rows,
-        "partition_edges": rows * 12, "hubs": 50, "hub_edges": 700, "held_bytes": 1 << 20,
+    of_lists: dict[str, Any] = {
+        "target": "x", "source_bytes": 4, "value_bytes": 0, "partition_edges": rows * 12, "hub_edges": 700
     }  # fmt: skip
-    return Needs(**given | changes)
+    of_rows = RowNeeds(int(rows.sum()), 400, 4, rows, 50)
+    return Needs({"x": of_rows}, {"x": ListNeeds(**of_lists | changes)}, "x", 1 << 20)
 
 
 @given(
@@ -279,7 +282,7 @@ def test_the_largest_that_fits_is_taken(
     data: int, partitions: int, replaced: int | None, source_bytes: int
 ) -> None:
     needs = needs_of(np.random.default_rng(data), partitions, source_bytes=source_bytes)
-    count = int((needs.partition_rows > 0).sum())
+    count = needs.with_rows
     given_ = [sizes_of(needs, n, replaced or n, sizes.BLOCK_EDGES_MIN) for n in range(1, count + 1)]
     for one, other in pairwise(given_[:-1]):
         assert one.memory_bytes < other.memory_bytes, "more partitions take more (but for all of them)"

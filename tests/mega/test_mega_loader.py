@@ -26,11 +26,11 @@ import featstore.loaders.mega.sizes
 from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError, IdError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.mega.drawing import Drawing
+from featstore.loaders.mega.largest import DrawnEdges, LargestDrawn
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.partition_set import PartitionSet
 from featstore.loaders.mega.sets import PartitionSets
-from featstore.loaders.mega.sizes import LargestDrawn
 from featstore.sampling.neighbors import NeighborSampler
 
 NODES, PARTITIONS, WIDTH = 3000, 24, 33
@@ -157,38 +157,53 @@ def made_in_turns(sets: PartitionSets, epochs: int, passes: int = 1) -> Iterator
     """The twin of what is drawn: sampled and gathered by one plain loop, unweighted."""
     for epoch in range(epochs):
         for mega in sets:
-            sampler = NeighborSampler(mega.indptr, mega.indices, FANOUTS, seed=3)
+            here, lists = mega.rows["features"], mega.lists["features"]
+            sampler = NeighborSampler(lists.indptr, lists.indices, FANOUTS, seed=3)
             for pass_ in range(passes):
                 order = np.random.default_rng([3, epoch, mega.step, pass_]).permutation(mega.seeds)
                 for number in range(-(-len(order) // SIZE)):
                     key = (mega.step << 44) + (pass_ << 32) + number
                     found = sampler.sample(order[number * SIZE :][:SIZE], key, epoch=epoch)
-                    ids, rows = mega.node[found.node], mega.x[found.node]
+                    assert here.x is not None
+                    ids, rows = here.node[found.node], here.x[found.node]
                     size = len(order[number * SIZE :][:SIZE])
                     yield (ids.tolist(), found.row.tolist(), found.col.tolist(), size, rows.tobytes())
 
 
 def check_mega(mega: PartitionSet, partition_of: Any) -> None:
     """Features, ids and subgraph against what was packed."""
-    places = mega.places
-    np.testing.assert_array_equal(mega.x[places], FEATURES[mega.node[places]])
-    own = places[places >= mega.hubs]
+    rows, lists = mega.rows["features"], mega.lists["features"]
+    places = rows.places
+    assert rows.x is not None
+    np.testing.assert_array_equal(rows.x[places], FEATURES[rows.node[places]])
+    own = places[places >= rows.hubs]
     inside = np.flatnonzero(np.isin(partition_of, mega.partitions))
-    np.testing.assert_array_equal(np.sort(mega.node[own]), inside)
+    np.testing.assert_array_equal(np.sort(rows.node[own]), inside)
     # A hub that is here with its partition is found there; its own place is then nobody's neighbour.
     local = np.full(NODES, -1)
-    local[mega.node[: mega.hubs]] = np.arange(mega.hubs)
-    local[mega.node[own]] = own
-    hub_nodes = mega.node[: mega.hubs]
-    np.testing.assert_array_equal(np.sort(mega.node[mega.hub_copies]), np.intersect1d(hub_nodes, inside))
+    local[rows.node[: rows.hubs]] = np.arange(rows.hubs)
+    local[rows.node[own]] = own
+    hub_nodes = rows.node[: rows.hubs]
+    np.testing.assert_array_equal(np.sort(rows.node[rows.hub_copies]), np.intersect1d(hub_nodes, inside))
     here = np.flatnonzero(local >= 0)
-    count = len(mega.indptr) - 1
-    found = sp.csc_matrix((np.ones(mega.edges), mega.indices, mega.indptr), (count, count))
+    count = len(lists.indptr) - 1
+    found = sp.csc_matrix((np.ones(mega.edges), lists.indices, lists.indptr), (count, count))
     assert (found[local[here]][:, local[here]] != GRAPH[here][:, here]).nnz == 0
     assert mega.edges == GRAPH[here][:, here].nnz
     stored = GRAPH[:, inside].nnz
     assert mega.edges_stored == stored
     assert mega.kept_share == pytest.approx(GRAPH[here][:, inside].nnz / stored)
+
+
+def largest(batch_size: int, fanouts: list[int]) -> LargestDrawn:
+    """Of the store's one graph."""
+    edges = {"features": DrawnEdges("features", "features", tuple(fanouts))}
+    return LargestDrawn(batch_size, "features", edges)
+
+
+def nodes_and_edges(drawn: LargestDrawn, places: int, edges: int) -> tuple[int, int]:
+    nodes, of_graph = drawn.nodes_and_edges({"features": places}, {"features": edges})
+    return nodes["features"], of_graph["features"]
 
 
 def check_batch(batch: Batch, fanouts: list[int], here: set[int]) -> None:
@@ -223,9 +238,10 @@ def test_what_is_in_them(
     of_sets = dict(WAYS[way])
     passes = of_sets.pop("passes", 1)
     loader, drawing = open_sets(engine=kind, **of_sets), open_(engine=kind, **WAYS[way])
-    row_of_node = loader.table.row_of_node()
+    table = loader.store.tables["features"]
+    row_of_node = table.row_of_node()
     assert row_of_node is not None
-    partition_of = np.searchsorted(loader.table.partition_offsets, row_of_node, side="right") - 1
+    partition_of = np.searchsorted(table.partition_offsets, row_of_node, side="right") - 1
     for epoch in range(2):
         seen: list[Any] = []
         loaded = 0
@@ -233,7 +249,8 @@ def test_what_is_in_them(
         for step, mega in enumerate(loader):
             assert (mega.epoch, mega.step, mega.steps) == (epoch, step, len(loader))
             check_mega(mega, partition_of)
-            here = set(mega.node[mega.places].tolist())
+            rows = mega.rows["features"]
+            here = set(rows.node[rows.places].tolist())
             for number, batch in enumerate(islice(drawn, passes * -(-len(mega.seeds) // SIZE))):
                 if number % 3 == 0:
                     check_batch(batch, FANOUTS, here)
@@ -284,19 +301,24 @@ def test_they_are_those_of_one_plain_loop(
     assert found == list(made_in_turns(open_sets(**of_sets), 2, passes))
 
 
+def seeds_of(sets: PartitionSets) -> list[Any]:
+    """Node ids of the seeds of each mega-batch."""
+    return [mega.rows["features"].node[mega.seeds] for mega in sets]
+
+
 def test_all_nodes_are_trained_on_by_default(open_sets: Callable[..., PartitionSets]) -> None:
     loader = open_sets(resident=8, train=None)
-    seeds = np.concatenate([mega.node[mega.seeds] for mega in loader])
+    seeds = np.concatenate(seeds_of(loader))
     np.testing.assert_array_equal(np.sort(seeds), np.arange(NODES))
     named = open_sets(resident=8, train="train")
-    np.testing.assert_array_equal(np.sort(np.concatenate([m.node[m.seeds] for m in named])), np.sort(TRAIN))
+    np.testing.assert_array_equal(np.sort(np.concatenate(seeds_of(named))), np.sort(TRAIN))
 
 
 def test_training_nodes_may_be_a_mask(open_sets: Callable[..., PartitionSets]) -> None:
     mask = np.zeros(NODES, bool)
     mask[TRAIN] = True
     for given in (mask, torch.from_numpy(mask), "train_mask"):
-        seeds = np.concatenate([mega.node[mega.seeds] for mega in open_sets(resident=8, train=given)])
+        seeds = np.concatenate(seeds_of(open_sets(resident=8, train=given)))
         np.testing.assert_array_equal(np.sort(seeds), np.sort(TRAIN))
 
 
@@ -352,6 +374,7 @@ def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., PartitionsLo
 RESUME = """
 import json, sys
 import featstore, featstore.loaders.mega.sizes
+from featstore.loaders.mega.largest import DrawnEdges, LargestDrawn
 from featstore.loaders.mega.loader import PartitionsLoader
 featstore.loaders.mega.sizes.BLOCK_EDGES_MAX = featstore.loaders.mega.sizes.BLOCK_EDGES_MIN = 700
 options = {"memory": "64MiB", "train": "train", "seed": 3, **json.loads(sys.argv[2])}
@@ -604,7 +627,7 @@ def test_lists_of_what_is_no_row_are_found_without_checksums(path: Path, tmp_pat
     ):
         whole = list(batches(loader))
         bad = np.frombuffer(good, np.int32).copy()
-        bad[loader.sets.graph.edges // 2] = NODES
+        bad[store.graphs["features"].edges // 2] = NODES
         victim.write_bytes(bad.tobytes())
         loader.set_epoch(0)
         seen: list[Seen] = []
@@ -752,6 +775,7 @@ def test_another_epoch_is_set_while_one_is_under_way(open_: Callable[..., Partit
 INTERRUPTED = """
 import json, random, signal, sys, threading, time
 import numpy as np, featstore
+from featstore.loaders.mega.largest import DrawnEdges, LargestDrawn
 from featstore.loaders.mega.loader import PartitionsLoader
 features = np.load(sys.argv[2])
 loader = PartitionsLoader(
@@ -817,22 +841,21 @@ def test_no_mini_batch_is_larger_than_the_budget_says(
     open_: Callable[..., PartitionsLoader], fanouts: list[int]
 ) -> None:
     loader = open_(resident=6, fanouts=fanouts, passes=2)
-    largest = LargestDrawn(SIZE, tuple(fanouts))
-    nodes, edges = largest.nodes_and_edges(loader.sets.places, loader.sets.sizes.edges_max)
+    places, most = loader.sets.places["features"], loader.sets.sizes.edges_max["features"]
+    nodes, edges = nodes_and_edges(largest(SIZE, fanouts), places, most)
     sizes = [(len(batch.n_id), len(batch.row)) for batch in loader]
-    assert max(n for n, _ in sizes) <= nodes <= loader.sets.places
+    assert max(n for n, _ in sizes) <= nodes <= places
     assert max(k for _, k in sizes) <= edges
-    assert LargestDrawn(4, (3, -1)).nodes_and_edges(100, 30) == (46, 42), "4 seeds, 12 edges, then all 30"
-    assert LargestDrawn(4, (3, -1)).nodes_and_edges(10, 30) == (10, 42)
+    assert nodes_and_edges(largest(4, [3, -1]), 100, 30) == (46, 42), "4 seeds, 12 edges, then all 30"
+    assert nodes_and_edges(largest(4, [3, -1]), 10, 30) == (10, 42)
 
 
 def test_the_budget_has_room_for_two_mini_batches(
     open_: Callable[..., PartitionsLoader], open_sets: Callable[..., PartitionSets]
 ) -> None:
     drawn_, alone = open_(resident=6), open_sets(resident=6)
-    nodes, _ = LargestDrawn(SIZE, tuple(FANOUTS)).nodes_and_edges(
-        drawn_.sets.places, drawn_.sets.sizes.edges_max
-    )
+    places, most = drawn_.sets.places["features"], drawn_.sets.sizes.edges_max["features"]
+    nodes, _ = nodes_and_edges(largest(SIZE, FANOUTS), places, most)
     more = drawn_.memory()["planned"] - alone.memory()["planned"]
     assert more > 2 * nodes * 4 * WIDTH
     assert drawn_.memory()["unused"] == drawn_.sets.memory_bytes - drawn_.memory()["planned"]

@@ -26,7 +26,7 @@ def epoch(path, **options):
     with PartitionsLoader(featstore.open(path), [3, 2], batch_size=200, weights=True, **options) as loader:
         for batch in loader:
             time.sleep(0.001)  # so that there is always one made ahead
-    return loader.memory() | {"steps": loader.sets.steps, "hubs": len(loader.sets.hub_rows)}
+    return loader.memory() | {"steps": loader.sets.steps}
 
 small, large, memory = sys.argv[1], sys.argv[2], int(sys.argv[3])
 epoch(small, memory=memory)  # what code takes is there from here on

@@ -50,7 +50,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Any:
 
 def by_row(sets: PartitionSets) -> np.ndarray:
     """The features in the order of rows."""
-    node_of_row = sets.table.node_of_row()
+    node_of_row = sets.store.tables["features"].node_of_row()
     return FEATURES if node_of_row is None else FEATURES[node_of_row]
 
 
@@ -66,9 +66,9 @@ def all_of(batch: Any) -> Any:
 def test_the_rows_of_a_mega_batch_are_a_tier(store: featstore.Store, way: str) -> None:
     options = {name: value for name, value in WAYS[way].items() if name != "weights"}
     with PartitionSets(store, memory="32MiB", seed=1, **options) as sets:
-        rows, name = by_row(sets), sets.table.name
+        rows, name = by_row(sets), "features"
         below = ArraySource(store, {name: rows})
-        tier = ResidentTier(below, sets.table, sets.table.partition_offsets, sets.hub_rows)
+        tier = ResidentTier(below, [(store.tables[name], sets.hub_rows[name])])
         assert not tier.holds(name, np.arange(NODES)).any()
         check_source(tier, {name: rows}, threads=1)
         disk = sets.as_tier()
@@ -76,10 +76,12 @@ def test_the_rows_of_a_mega_batch_are_a_tier(store: featstore.Store, way: str) -
             for mega in sets:
                 tier.hold(mega)
                 disk.hold(mega)
-                places = mega.places
-                held = tier.rows_of(places)
-                assert tier.rows_of(places).dtype == np.int64
-                np.testing.assert_array_equal(rows[held], mega.x[places])
+                here = mega.rows[name]
+                places = here.places
+                held = tier.rows_of(name, places)
+                assert held.dtype == np.int64
+                assert here.x is not None
+                np.testing.assert_array_equal(rows[held], here.x[places])
                 inside = np.isin(np.arange(NODES), held)
                 np.testing.assert_array_equal(tier.holds(name, np.arange(NODES)), inside)
                 for one in (tier, disk):
@@ -113,7 +115,7 @@ def test_mini_batches_are_the_same_with_rows_on_devices(
                 found.append(all_of(batch))
         assert found == wanted
         report = loader.report()
-        counted = report.devices[loader.sets.table.name]
+        counted = report.devices["features"]
         assert counted.hits + counted.misses == sum(len(one[1]) for one in found)
         assert report.bytes_read <= read * 1.5, "what misses on devices is in memory, and not read"
         assert loader.memory()["unused"] >= 0

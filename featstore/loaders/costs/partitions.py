@@ -12,20 +12,19 @@ from numpy.typing import NDArray
 from featstore.errors import BudgetError, FeatstoreError, SourceError
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
+from featstore.loaders.mega.largest import LargestDrawn
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.loading import Loading
+from featstore.loaders.mega.parts import Parts
 from featstore.loaders.mega.schedule import Schedule, grouped
-from featstore.loaders.mega.sizes import LargestDrawn
 from featstore.loaders.report import NOTHING_YET
 from featstore.plan.extents import plan_runs
-from featstore.storage.relations import graph_of
 from featstore.units import format_bytes
 
 _CHANGES = "leaves out neighbours outside the partitions in memory"
 _POPULATE_SECONDS = 0.5e-9  # for a byte of memory that is taken for the first time
 _TIMED = 4  # mini-batches at least, the first of which does not count
 _STAGES = ("load", "build", "sample", "gather")
-_LISTS = 2  # of what is read of a step, from here on lists of neighbours, in blocks
 
 
 class OwnSampling(NamedTuple):
@@ -42,9 +41,10 @@ def partitions_cost(world: World, own: OwnSampling | None, memory_bytes: int, se
     One mega-batch is loaded, and sampled from, where that takes no longer than about ``seconds``. ``own``:
     None where mini-batches were given."""
     if own is None:
-        return ModeCost(
-            "partitions", False, "it samples by itself: give seeds= and fanouts= instead of batches", _CHANGES
-        )
+        reason = "it samples by itself: give seeds= and fanouts= instead of batches"
+        if world.store.edge_types:
+            reason = "what it costs over several types is not told beforehand: try it, mode='partitions'"
+        return ModeCost("partitions", False, reason, _CHANGES)
     try:
         loading = _loading(world, own, memory_bytes)
     except BudgetError as error:
@@ -61,9 +61,11 @@ def partitions_cost(world: World, own: OwnSampling | None, memory_bytes: int, se
 
 
 def _loading(world: World, own: OwnSampling, memory_bytes: int, resident: int | None = None) -> Loading:
+    parts = Parts(world.store, own.graph)
+    edges = parts.drawn(parts.fanouts(own.fanouts))
     return Loading(
-        world.store, graph_of(world.store, own.graph), memory_bytes=memory_bytes, train=own.seeds, hubs=None,
-        resident=resident, replaced=None, seed=0, drawn=LargestDrawn(own.batch_size, tuple(own.fanouts)),
+        world.store, parts, memory_bytes=memory_bytes, train=own.seeds, hubs=None, resident=resident,
+        replaced=None, seed=0, drawn=LargestDrawn(own.batch_size, parts.seed_table(own.seeds), edges),
         allocate=False, **world.reading,
     )  # fmt: skip
 
@@ -93,9 +95,9 @@ def _reads(world: World, loading: Loading) -> _Reads:
     schedule = Schedule(loading.partitions, sizes.resident, sizes.replaced, 0, 0)
     reads = bytes_read = 0
     for index in range(schedule.steps):
-        for number, (name, part) in enumerate(loading.runs(schedule.step(index)).items()):
+        for name, part, in_blocks in loading.runs(schedule.step(index)):
             layout = world.store.table(name).layout
-            for block in _blocks(part, sizes.block_edges) if number >= _LISTS else [part]:
+            for block in _blocks(part, sizes.block_edges) if in_blocks else [part]:
                 found = plan_runs(block, None, layout, loading.reader.budget.extent_bytes_max)
                 reads, bytes_read = reads + found.reads, bytes_read + found.bytes_read
     return _Reads(schedule.steps, schedule.resident, reads, bytes_read)
@@ -106,7 +108,7 @@ def _cost(
 ) -> ModeCost:  # fmt: skip
     once, count = found.steps == 1, world.batches  # once: all of it fits, and stays
     reading = world.busy(found.reads, found.bytes_read)
-    hubs = len(loading.hub_rows) * loading.table.row_bytes
+    hubs = sum(one.hubs * loading.parts.row_bytes(name) for name, one in loading.rows.items())
     remark = (
         "all partitions fit, and are read once" if once
         else f"{found.resident} of {len(loading.partitions)} partitions in memory at a time"

@@ -6,48 +6,58 @@ these. The reader's memory is of the loader's budget, and the rest is for the me
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import BudgetError
+from featstore.loaders.mega.drawing import LocalSample
+from featstore.loaders.mega.largest import LargestDrawn
 from featstore.loaders.mega.sets import PartitionSets
-from featstore.loaders.mega.sizes import LargestDrawn
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
+from featstore.storage.edge_types import joined_name
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.storage.store import OpenStore
+    from featstore.storage.store import OpenStore, Table
 
 _READING_BYTES = 8 * 2**20  # for staging and planning
 
 
 class EdgeRows:
-    """The rows of ``table``, by their numbers; ``options`` are those of
-    :class:`featstore.loaders.mega.sets.PartitionSets`."""
+    """The rows of ``tables`` of edges, one or several, by their numbers; ``options`` are those of
+    :class:`featstore.loaders.mega.sets.PartitionSets`. Of a store with types a table is called as its graph
+    is; else there is one of each."""
 
     def __init__(
-        self, store: OpenStore, table: str, *, memory: int | str = "1GiB", engine: str = "auto",
-        queue_depth: int = 128, verify: bool = True, threads: int | None = None, **_: Any,
+        self, store: OpenStore, tables: str | Sequence[str], *, memory: int | str = "1GiB",
+        engine: str = "auto", queue_depth: int = 128, verify: bool = True, threads: int | None = None,
+        **_: Any,
     ) -> None:  # fmt: skip
-        self._store, self.table = store, store.table(table)
+        self._store, tables = store, [tables] if isinstance(tables, str) else list(tables)
+        self.tables: dict[str, Table] = {name: store.table(name) for name in tables}
+        types = {joined_name(edge_type): edge_type for edge_type in store.edge_types}
+        self._types = {name: types.get(name) for name in self.tables}
         self._budget_bytes = parse_bytes(memory, "memory")
-        need = table_need(self.table, verify)
-        self.memory_bytes = own_bytes(self._budget_bytes, [need], _READING_BYTES + 8 * need.row_bytes)
+        needs = [table_need(table, verify) for table in self.tables.values()]
+        beside = _READING_BYTES + 8 * max(need.row_bytes for need in needs)
+        self.memory_bytes = own_bytes(self._budget_bytes, needs, beside)
         self.reader = Reader(
-            store, tables=[table], memory=self.memory_bytes, static=None, static_memory=0, engine=engine,
+            store, tables=tables, memory=self.memory_bytes, static=None, static_memory=0, engine=engine,
             queue_depth=queue_depth, verify=verify, threads=threads,
         )  # fmt: skip
 
     def beside(self, drawn: LargestDrawn, options: dict[str, Any]) -> PartitionSets:
         """The mega-batches, in what of the memory is left. Raises what PartitionSets raises."""
-        drawn = replace(drawn, edge_bytes=drawn.edge_bytes + self.table.row_bytes)
+        known = set(drawn.edges) & set(self.tables) or set(drawn.edges)
+        (first, *_) = self.tables.values()
+        more = {name: self.tables.get(name, first).row_bytes for name in known}
         left = max(1, self._budget_bytes - self.memory_bytes)
         try:
+            drawn = drawn.with_edge_bytes(more)
             return PartitionSets(self._store, drawn=drawn, **options | {"memory": left})
         except BudgetError as error:
             self.reader.close()
@@ -57,7 +67,7 @@ class EdgeRows:
             self.reader.close()
             raise
 
-    def of(self, numbers: NDArray[np.int64] | None) -> dict[str, NDArray[Any]]:
-        """The rows of these edges, by the table's name."""
-        rows: Any = self.reader.read({self.table.name: numbers})
+    def of(self, sample: LocalSample) -> dict[str, NDArray[Any]]:
+        """The rows of a mini-batch's edges, by table. Raises what reading raises."""
+        rows: Any = self.reader.read({name: sample.e_id_of(of) for name, of in self._types.items()})
         return dict(rows)

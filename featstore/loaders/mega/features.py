@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,32 +13,39 @@ if TYPE_CHECKING:
     from featstore.reader.reader import Reader
 
 
-class Features:
-    """The rows of partitions on their way into their slots, asked for in turns, in the order in which they
-    lie on disk."""
+class SlotRows(NamedTuple):
+    """Rows of one table: ``runs`` int64 [n, 2], from and to, of which each goes into ``x`` from its place in
+    ``starts`` on, int64 [n]."""
 
-    def __init__(
-        self, reader: Reader, table: str, x: NDArray[Any], runs: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> None:
-        sort = np.argsort(runs[:, 0])
-        self._reader, self._table, self._x, self._runs, self._starts = (
-            reader,
-            table,
-            x,
-            runs[sort],
-            starts[sort],
-        )
-        self._asked = 0
+    table: str
+    x: NDArray[Any]
+    runs: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    def on_disk(self) -> SlotRows:
+        """The same, those that are not empty, in the order in which they lie on disk."""
+        some = np.flatnonzero(self.runs[:, 0] < self.runs[:, 1])
+        sort = some[np.argsort(self.runs[some, 0])]
+        return self._replace(runs=self.runs[sort], starts=self.starts[sort])
+
+
+class Features:
+    """The rows of partitions on their way into their slots, asked for in turns, each table in the order in
+    which it lies on disk."""
+
+    def __init__(self, reader: Reader, parts: Sequence[SlotRows]) -> None:
+        self._reader, self._parts = reader, [part.on_disk() for part in parts]
+        self._asked = [0] * len(parts)
         self._requests: list[Request] = []
 
     def submit(self, share: float) -> None:
         """Ask for more, so that this share of all has been asked for."""
-        end = min(len(self._runs), int(np.ceil(share * len(self._runs))))
-        if end > self._asked:
-            wanted = slice(self._asked, end)
-            out, at = {self._table: self._x}, {self._table: self._starts[wanted]}
-            self._requests.append(self._reader.submit_runs({self._table: self._runs[wanted]}, out=out, at=at))
-            self._asked = end
+        for number, (table, x, runs, starts) in enumerate(self._parts):
+            asked, end = self._asked[number], min(len(runs), int(np.ceil(share * len(runs))))
+            if end > asked:
+                some, at = {table: runs[asked:end]}, {table: starts[asked:end]}
+                self._requests.append(self._reader.submit_runs(some, out={table: x}, at=at))
+                self._asked[number] = end
 
     def settle(self) -> None:
         """Wait until nothing writes into the slots any more."""

@@ -86,21 +86,18 @@ def induce_block(
     state: NDArray[np.int64],
     ends: NDArray[np.int64],
     indices: NDArray[np.int32],
-    block_ids: NDArray[Any],
-    edge_ids: NDArray[Any],
 ) -> int:
     """Append the local ids of those sources in a block that are in memory; the first bad position, or -1.
 
     ``offsets`` int64 [targets + 1]: the lists, as positions in the file, of which the block begins at
     ``first_edge``. ``ends`` int64 [targets]: where each target's list ends in ``indices``, which has one
-    place more than all of them need; of ``edge_ids``, where there are any, the same places get the
-    ``block_ids`` of these edges. ``bits``, ``ranks``, ``local``: of :func:`mark_here`. ``wanted`` bool
-    [targets]: lists to leave empty are False. ``state``: int64 [2], to go on with.
+    place more than all of them need. The ``block`` is written over: it begins with the positions in it of
+    the edges that were kept, for :func:`copy_kept`. ``bits``, ``ranks``, ``local``: of :func:`mark_here`.
+    ``wanted`` bool [targets]: lists to leave empty are False. ``state``: int64 [2], to go on with.
     """
     targets = ends.shape[0]
     one = np.uint64(1)
-    numbered = edge_ids.shape[0] > 0
-    target, filled = state[TARGET], state[FILLED]
+    target, filled, kept = state[TARGET], state[FILLED], np.int64(0)
     end_edge = first_edge + block.shape[0]
     while target < targets:
         if wanted[target]:
@@ -110,15 +107,23 @@ def induce_block(
                     return edge - first_edge
                 word, bit = bits[source >> 6], np.uint64(source & 63)
                 indices[filled] = local[np.int64(ranks[source >> 6]) + popcount(word & ((one << bit) - one))]
-                if numbered:
-                    edge_ids[filled] = block_ids[edge - first_edge]
-                filled += np.int64((word >> bit) & one)  # what is not here is written over
+                block[kept] = edge - first_edge  # no later than what has been looked at
+                here = np.int64((word >> bit) & one)
+                filled += here  # what is not here is written over
+                kept += here
         if offsets[target + 1] > end_edge:
             break
         ends[target] = filled
         target += 1
     state[TARGET], state[FILLED] = target, filled
     return -1
+
+
+@njit(cache=True, nogil=True)
+def copy_kept(kept: NDArray[Any], values: NDArray[Any], out: NDArray[Any]) -> None:
+    """``out[i] = values[kept[i]]``: values of the edges that :func:`induce_block` kept of a block."""
+    for i in range(out.shape[0]):
+        out[i] = values[kept[i]]
 
 
 @njit(cache=True, nogil=True)
@@ -147,29 +152,32 @@ def count_by_partition(
 def border_weights(
     row: NDArray[np.int64],
     col: NDArray[np.int64],
-    local: NDArray[np.int64],
-    hubs: int,
-    slot_rows: int,
+    sources: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    source_slots: tuple[int, int],
+    target_slots: tuple[int, int],
     always: NDArray[np.bool_],
     chance: float,
     weights: NDArray[np.float32],
 ) -> None:
-    """Weights of sampled edges (positions ``row`` and ``col`` in ``local``, int64 [nodes]), which stand
-    grouped by target.
+    """Weights of sampled edges (positions ``row`` in ``sources`` and ``col`` in ``targets``, local ids of
+    nodes), which stand grouped by target.
 
     A source in the target's own partition, or a hub, is there whenever the target is; any other only with
     probability ``chance``, so it stands for 1 / chance of its kind (Horvitz and Thompson, 1952). Weights of a
-    target's edges are scaled to the mean 1. ``always`` bool [places]: which local ids are hubs, in their own
-    place or in that of their partition.
+    target's edges are scaled to the mean 1. ``source_slots``, ``target_slots``: hubs of each type, and rows
+    of its slots. ``always`` bool [places]: which local ids of sources are hubs, in their own place or in that
+    of their partition.
     """
     first = 0
+    (source_hubs, source_rows), (target_hubs, target_rows) = source_slots, target_slots
     while first < row.shape[0]:
         last, total = first, 0.0
-        target = local[col[first]]
-        own = -1 if target < hubs else (target - hubs) // slot_rows
+        target = targets[col[first]]
+        own = -1 if target < target_hubs else (target - target_hubs) // target_rows
         while last < row.shape[0] and col[last] == col[first]:
-            source = local[row[last]]
-            sure = always[source] or (source - hubs) // slot_rows == own
+            source = sources[row[last]]
+            sure = always[source] or (source - source_hubs) // source_rows == own
             weights[last] = 1.0 if sure else 1.0 / chance
             total += weights[last]
             last += 1

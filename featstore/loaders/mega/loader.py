@@ -22,22 +22,22 @@ from numpy.typing import NDArray
 
 from featstore import arguments as args
 from featstore.base.buffers import Outputs, aligned_buffer
-from featstore.base.checks import check_range
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
-from featstore.loaders.mega.drawing import Drawing, DrawOptions
+from featstore.loaders.mega.drawing import Drawing, DrawOptions, Sampling
 from featstore.loaders.mega.edge_rows import EdgeRows
+from featstore.loaders.mega.largest import HELD_BATCHES, LargestDrawn
+from featstore.loaders.mega.options import DrawnWith
 from featstore.loaders.mega.partition_set import PartitionSet
+from featstore.loaders.mega.parts import Parts
 from featstore.loaders.mega.resident import OnDevices, device_of
 from featstore.loaders.mega.sets import PartitionSets
-from featstore.loaders.mega.sizes import HELD_BATCHES, LargestDrawn
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Stages
 from featstore.loaders.report import LoaderReport, reading_latencies, reading_seconds
-from featstore.storage.relations import graph_of
+from featstore.storage.store import OpenStore, as_store
 
 if TYPE_CHECKING:
-    from featstore.storage.store import OpenStore
     from featstore.tiers.device_tier import Device
 
 PASSES_MAX = 16  # of "auto"
@@ -69,7 +69,7 @@ class PartitionsLoader(PrefetchingLoader):
 
     Args:
         store: the open store, packed with a graph and partitions.
-        fanouts: neighbours per node and hop, -1 for all.
+        fanouts: neighbours per node and hop, -1 for all; of a store with types by edge type, too.
         batch_size: seeds of a mini-batch.
         passes: how often each mega-batch is gone through, or ``"auto"``: as often as its successor takes to
             load.
@@ -84,8 +84,10 @@ class PartitionsLoader(PrefetchingLoader):
         ranks, world_size, drop_last: whose mini-batches are drawn here, see
             :func:`featstore.sampling.ranked.share_of`: number 0 of each of these ranks, then number 1 of
             each.
-        edge_table: the table whose rows edges have, read by their numbers; each mini-batch has them beside
-            those of its nodes.
+        edge_table: the table whose rows edges have, or the names of several, read by their numbers; each
+            mini-batch has them beside those of its nodes.
+        said: samplers' options, :data:`featstore.sampling.attributes.SAMPLING_OPTIONS`, of a store with
+            types.
         sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``node_ids``,
             ``engine``, ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`;
             ``memory`` covers the mini-batches as well.
@@ -100,7 +102,7 @@ class PartitionsLoader(PrefetchingLoader):
         weights: bool = False, tensors: bool | None = None, device: Any = None,
         device_memory: int | str | None = None, device_policy: str | None = None,
         ranks: Sequence[int] = (0,), world_size: int = 1, drop_last: bool = False,
-        edge_table: str | None = None, **sets: Any,
+        edge_table: str | Sequence[str] | None = None, said: Mapping[str, Any] | None = None, **sets: Any,
     ) -> None:  # fmt: skip
         super().__init__(_StepStages())
         if not isinstance(passes, str) or passes != "auto":
@@ -114,28 +116,37 @@ class PartitionsLoader(PrefetchingLoader):
         self._tensors = device is not None or (tensors is not None and args.as_flag(tensors, "tensors"))
         if self._tensors:
             args.need_torch("tensors=True")
+        parts = Parts(as_store(store), sets.get("graph"))
         self._options = DrawOptions(
-            args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"),
+            parts.fanouts(fanouts), args.as_count(batch_size, "batch_size"),
             args.as_flag(weights, "weights"), 0, world_size, args.as_flag(drop_last, "drop_last"),
         )  # fmt: skip
         self.ranks = tuple(args.as_count(rank, "rank", 0, world_size - 1) for rank in ranks)
-        graph = graph_of(store, sets.get("graph"))
-        beside = None if keeps is None else OnDevices.host_bytes(keeps, graph.table, graph.hubs)
-        drawn = LargestDrawn(self._options.batch_size, self._options.fanouts, beside)
-        self._edges = EdgeRows(store, edge_table, **sets) if edge_table is not None else None
+        train = parts.as_seeds(sets.get("train"))
+        self._drawn_with = DrawnWith(parts, said, train)
+        self.drawn = LargestDrawn(
+            self._options.batch_size, parts.seed_table(train), parts.drawn(self._options.fanouts),
+            None if keeps is None else OnDevices.host_bytes(keeps, parts), **self._drawn_with.drawn,
+        )  # fmt: skip
+        sets |= {"drawn_with": self._drawn_with, "train": train}
+        self._edges = EdgeRows(store, edge_table, **sets) if edge_table else None
         if self._edges is None:
-            self.sets = PartitionSets(store, drawn=drawn, **sets)
+            self.sets = PartitionSets(store, drawn=self.drawn, **sets)
         else:
-            self.sets = self._edges.beside(drawn, sets)
+            self.sets = self._edges.beside(self.drawn, sets)
+        self._others = parts.empty_rows()
         self._on_devices = None if keeps is None else self._keep(keeps)
-        nodes, _ = drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
+        nodes, _ = self.drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
         self._transfer, memory = None, aligned_buffer
         if self._device is not None and keeps is None:
             from featstore.base.transfers import Transfer
 
             self._transfer = Transfer(self._device)
             memory = self._transfer.memory
-        self._outputs = Outputs(nodes * self.sets.table.row_bytes, HELD_BATCHES, memory)
+        self._outputs = {
+            name: Outputs(nodes[name] * table.row_bytes, HELD_BATCHES, memory)
+            for name, table in self.sets.loaded.items()
+        }
         self._epoch, self._place = 0, Position()
         self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
         self._load_seconds: list[float] = []  # of the last mega-batches
@@ -145,7 +156,7 @@ class PartitionsLoader(PrefetchingLoader):
     def _keep(self, device: Device) -> OnDevices:
         """Rows on devices, over the partitions in memory."""
         try:
-            return OnDevices(device, self.sets.as_tier(), self.sets.table)
+            return OnDevices(device, self.sets.as_tier(), list(self.sets.loaded.values()))
         except BaseException:
             self.sets.close()
             if self._edges is not None:
@@ -218,7 +229,8 @@ class PartitionsLoader(PrefetchingLoader):
         taken = self.sets.take(mega.epoch, mega.step)
         if self._on_devices is not None:
             self._on_devices.resident.hold(taken)
-        drawings = [Drawing(taken, replace(self._options, rank=r), self._outputs) for r in self.ranks]
+        sampling = Sampling(taken, self.sets.parts, self.drawn.seeds, self._options, self._drawn_with)
+        drawings = [Drawing(sampling, replace(self._options, rank=r), self._outputs) for r in self.ranks]
         share, per_pass = drawings[0].share, drawings[0].per_pass
         passes = self._choose_passes(per_pass) if place.passes is None else place.passes
         self._padded += share.padded * passes
@@ -241,10 +253,8 @@ class PartitionsLoader(PrefetchingLoader):
         sample = drawing.sample(order, pass_, number)
         sampled = time.perf_counter()
         on_devices = self._on_devices
-        x: Any = drawing.gather(sample) if on_devices is None else on_devices.gather(sample.local)
-        if sample.e_id is not None:
-            check_range(sample.e_id, self.sets.graph.edges, f"an edge id of {self.sets.graph.where()}")
-        rows = {self.sets.table.name: x} | ({} if self._edges is None else self._edges.of(sample.e_id))
+        rows: Any = drawing.gather(sample) if on_devices is None else on_devices.gather(sample.local)
+        rows |= self._others | ({} if self._edges is None else self._edges.of(sample))
         gathered = time.perf_counter()
         if self._tensors:
             from featstore.base.tensors import as_tensor, to_device
@@ -259,7 +269,8 @@ class PartitionsLoader(PrefetchingLoader):
             ("hand over", gathered, time.perf_counter()),
         ):  # fmt: skip
             self.report_stages.add(stage, high - low)
-        return Batch(number, sample.node, rows if len(rows) > 1 else next(iter(rows.values())), sample)
+        several = len(rows) > 1 or self.sets.parts.typed
+        return Batch(number, sample.node, rows if several else next(iter(rows.values())), sample)
 
     # Resuming.
 
@@ -275,9 +286,9 @@ class PartitionsLoader(PrefetchingLoader):
         sets = self.sets
         return {
             "store": sets.store.uuid, "seed": sets.seed, "resident": sets.sizes.resident,
-            "replaced": sets.sizes.replaced, "hubs": len(sets.hub_rows),
+            "replaced": sets.sizes.replaced, "hubs": sum(map(len, sets.hub_rows.values())),
             "train": zlib.crc32(sets.train.tobytes()),
-        }  # fmt: skip
+        } | ({"seeds": self.drawn.seeds} if sets.parts.typed else {})  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         """Where training stands. What was handed out counts as seen. Its ``next`` is the mega-batch."""
@@ -362,6 +373,7 @@ class _Prefetch(Prefetch):
             for pass_ in range(place.pass_, passes):
                 if not self._draw(drawings, pass_, place.number if pass_ == place.pass_ else 0, passes):
                     return
+            del drawings  # what they hold of this mega-batch, before as much is held of the next
 
     def _wait(self, future: Future[PartitionSet]) -> bool:
         """Wait for a mega-batch; False after a stop, when nobody waits for it any more."""

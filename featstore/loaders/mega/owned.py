@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from featstore.arguments import as_count, as_mapping
+from featstore.arguments import as_count, as_fanouts, as_mapping
 from featstore.base.training_nodes import checked_train
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError, SourceError
@@ -41,7 +41,12 @@ def owned_partitions(
     """The mode, for these ranks of this host (by their numbers in the run). ``train``: node ids of the whole
     graph, a mask of all its nodes, or the name of an array. Raises ArgumentError where this host owns none of
     them, and what :class:`featstore.loaders.mega.loader.PartitionsLoader` raises."""
-    of = graph_of(store, graph)
+    if store.edge_types:
+        raise ArgumentError(
+            "mode='partitions' draws from the part of one host, and over hosts not from graphs with edge "
+            "types: take mode online, compiled or rolling"
+        )
+    fanouts, of = as_fanouts(fanouts), graph_of(store, graph)
     place, owners = store.place, store.owners[of.table.name]
     nodes = checked_train(store.arrays[train] if isinstance(train, str) else train, len(owners.hosts))
     own = nodes[owners.mine(nodes)]
@@ -50,10 +55,10 @@ def owned_partitions(
             f"host {place.host} owns none of the {len(nodes):,} seeds: split the store with train=, which "
             "spreads them evenly over the hosts"
         )
-    _check_edges(store, of, options.get("edge_table"))
+    _check_edges(store, of, options.get("edge_table", ()))
     digest = hashlib.sha256(nodes.tobytes()).hexdigest()
     alike = {
-        "mode": "partitions", "seeds": digest, "fanouts": tuple(fanouts), "graph": of.name, "seed": seed,
+        "mode": "partitions", "seeds": digest, "fanouts": fanouts, "graph": of.name, "seed": seed,
         "batch_size": batch_size, "drop_last": drop_last, "passes": passes,
     }  # fmt: skip
     # First what may fail here alone, and be tried again: hosts count the loaders that they agree on.
@@ -69,14 +74,14 @@ def owned_partitions(
         raise
 
 
-def _check_edges(store: WholeStore, of: StoredGraph, edge_table: str | None) -> None:
+def _check_edges(store: WholeStore, of: StoredGraph, edge_table: Sequence[str]) -> None:
     """A part's lists have no numbers of edges: raise SourceError where rows of edges are wanted by these,
     warn where mini-batches of other modes would have them."""
     if store.part.graphs[of.name].has_edge_ids:
         return
-    if edge_table is not None:
+    if edge_table:
         raise SourceError(
-            f"edge_table={edge_table!r} is read by e_id, which mini-batches of mode 'partitions' have not "
+            f"edge_table={edge_table[0]!r} is read by e_id, which mini-batches of mode 'partitions' have not "
             "where rows are on several hosts: take another mode, or leave it out"
         )
     if getattr(of, "has_edge_ids", False):
@@ -150,7 +155,7 @@ class OwnedPartitionsMode(PartitionsMode):
     def report(self) -> LoaderReport:
         """Seeds that stand twice, or are left out, are this host's."""
         report, family = super().report(), self._store.part.manifest.family
-        graph = self.loader.sets.graph
+        (graph,) = self.loader.sets.parts.graphs.values()
         assert family is not None
         remote = family.remote_edges[graph.name][self._store.place.host]
         stored = report.edges_stored * (graph.edges + remote) // max(1, graph.edges)

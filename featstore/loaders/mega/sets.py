@@ -24,20 +24,21 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count
 from featstore.base.system import submitted
 from featstore.base.threads import shut_down
+from featstore.loaders.mega.largest import LargestDrawn
 from featstore.loaders.mega.loading import Loading
+from featstore.loaders.mega.options import DrawnWith
 from featstore.loaders.mega.partition_set import PartitionSet
+from featstore.loaders.mega.parts import Parts
 from featstore.loaders.mega.resident import ResidentTier
 from featstore.loaders.mega.schedule import Schedule
-from featstore.loaders.mega.sizes import LargestDrawn
 from featstore.loaders.prefetch import LoaderBase
 from featstore.reader.options import check_reading
-from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.engine import EngineChoice
-    from featstore.storage.store import OpenStore
+    from featstore.storage.store import OpenStore, Table
 
 
 class PartitionSets(LoaderBase):
@@ -48,14 +49,19 @@ class PartitionSets(LoaderBase):
         store: the open store, packed with a graph and partitions.
         memory: budget for all that is held here, bytes or ``"2GiB"``.
         train: node ids of the training nodes, or a mask of the nodes, or the name of an array in the store
-            that is one of these; all nodes by default.
+            that is one of these; all nodes by default. Of a store with types, what
+            :meth:`featstore.sampling.typed_store.TypedSeeds.of` takes.
         graph: name of the graph, where the store has several, or tables of several types of nodes or edges.
-        hubs: how many of the stored hubs to keep in memory; by default all, up to a quarter of the budget.
+            Of a store with types the graphs of all are meant, unless one is named.
+        hubs: how many of the stored hubs to keep in memory, of each type of nodes (or all that it has, where
+            others have more); by default all, up to a quarter of the budget.
         resident: partitions in a mega-batch; by default as many as fit.
         replaced: how many of them are exchanged from step to step; by default all.
         seed: of partitions, and of what is drawn from them.
         drawn: mini-batches that are drawn from these, and whose memory is of this budget, too.
         node_ids: [rows], by what other ids the nodes are called in mini-batches; ``train`` is of the store's.
+            Not with types.
+        drawn_with: how they are drawn beside fan-outs.
         engine, queue_depth, threads, verify: as for :meth:`featstore.Store.reader`.
 
     Raises SourceError for a store without graph or partitions, IdError, BudgetError, and what reading raises.
@@ -66,6 +72,7 @@ class PartitionSets(LoaderBase):
         hubs: int | None = None, resident: int | None = None, replaced: int | None = None, seed: int = 0,
         drawn: LargestDrawn | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
         threads: int | None = None, node_ids: NDArray[Any] | None = None,
+        drawn_with: DrawnWith | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         resident = None if resident is None else as_count(resident, "resident")
@@ -74,12 +81,11 @@ class PartitionSets(LoaderBase):
         self.store, self.seed = as_store(store), as_count(seed, "seed", 0)
         self.memory_bytes = parse_bytes(memory, "memory")
         check_reading(engine, queue_depth, verify, threads=threads)
-        self.graph = graph_of(store, graph)
-        self.table = self.graph.table
+        self.parts = Parts(store, graph)
         self._loading = Loading(
-            store, self.graph, memory_bytes=self.memory_bytes, train=train, hubs=hubs, resident=resident,
-            replaced=replaced, seed=self.seed, drawn=drawn, node_ids=node_ids, engine=engine,
-            queue_depth=queue_depth, verify=verify, threads=threads,
+            store, self.parts, memory_bytes=self.memory_bytes, train=train, hubs=hubs, resident=resident,
+            replaced=replaced, seed=self.seed, drawn=drawn, node_ids=node_ids, drawn_with=drawn_with,
+            engine=engine, queue_depth=queue_depth, verify=verify, threads=threads,
         )  # fmt: skip
         self.sizes = self._loading.sizes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="featstore-mega")
@@ -105,21 +111,25 @@ class PartitionSets(LoaderBase):
         return self._schedule(0).steps
 
     @property
-    def places(self) -> int:
-        """Rows that a mega-batch has at most, those of hubs included."""
-        return len(self.hub_rows) + self.sizes.resident * self.sizes.slot_rows
+    def places(self) -> dict[str, int]:
+        """Rows of each table that a mega-batch has at most, those of hubs included."""
+        sizes = self.sizes
+        return {n: len(hubs) + sizes.resident * sizes.slot_rows[n] for n, hubs in self.hub_rows.items()}
 
     @property
-    def hub_rows(self) -> NDArray[Any]:
-        """Rows of the hubs in memory, the most wanted first."""
-        rows: NDArray[Any] = self._loading.hub_rows
-        return rows
+    def hub_rows(self) -> dict[str, NDArray[Any]]:
+        """Rows of each table's hubs in memory, the most wanted first."""
+        return {name: one.hub_rows for name, one in self._loading.rows.items()}
 
     @property
     def train(self) -> NDArray[Any]:
         """Rows of the training nodes, ascending."""
-        rows: NDArray[Any] = self._loading.train
-        return rows
+        return self._loading.train.rows
+
+    @property
+    def loaded(self) -> dict[str, Table]:
+        """The tables of nodes with features."""
+        return {name: one.table for name, one in self._loading.rows.items() if one.has_features}
 
     @property
     def engine(self) -> EngineChoice:
@@ -150,16 +160,15 @@ class PartitionSets(LoaderBase):
 
     def as_tier(self) -> ResidentTier:
         """A tier of the rows of mega-batches, which is to be told of each, over the disk."""
-        return ResidentTier(
-            self._loading.reader, self.table, self.table.partition_offsets, self._loading.hub_rows
-        )
+        hubs = self.hub_rows
+        return ResidentTier(self._loading.reader, [(table, hubs[n]) for n, table in self.loaded.items()])
 
     def _schedule(self, epoch: int) -> Schedule:
         return Schedule(self._loading.partitions, self.sizes.resident, self.sizes.replaced, self.seed, epoch)
 
     def seed_counts(self, epoch: int) -> NDArray[np.int64]:
         """How many training nodes each mega-batch of an epoch uses, int64 [steps]."""
-        return self._loading.seed_counts(self._schedule(epoch))
+        return self._loading.train.seed_counts(self._schedule(epoch))
 
     # Going through it.
 

@@ -3,7 +3,7 @@ the largest mega-batch within a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.mega.induce import Places
-from featstore.sampling.picking import table_size
+from featstore.loaders.mega.largest import LargestDrawn
 
 BLOCK_EDGES_MAX = 1 << 19
 BLOCK_EDGES_MIN = 1 << 14
@@ -20,111 +20,131 @@ _PARTITION_BYTES = 160  # of tables by partition, those that live for a step inc
 _FIXED_BYTES = 1 << 20
 _TURNS = 30  # of taking the least budget that may work for the next to try
 _SEED_BYTES = 48  # of a training node: its local id in two mega-batches and their orders, and to find it
-HELD_BATCHES = 2  # mini-batches that exist at once: the loop's, and the one made ahead of it
-
-
-_DEVICE_NODE_BYTES = 80  # of a node whose row a device tier puts together: its row's number, its slots
 
 
 @dataclass(frozen=True)
-class LargestDrawn:
-    """Mini-batches of ``batch_size`` seeds, with so many neighbours per node and hop (-1: all), as large as
-    they can be. ``device_bytes``: where a device tier puts their rows together, the host memory that it
-    takes for that; else these are gathered in host memory. ``edge_bytes``: of an edge's number and
-    row."""
-
-    batch_size: int
-    fanouts: tuple[int, ...]
-    device_bytes: int | None = None
-    edge_bytes: int = 0
-
-    def nodes_and_edges(self, places: int, edges: int) -> tuple[int, int]:
-        """Its nodes and edges at most, in a mega-batch of so many."""
-        nodes = new = min(self.batch_size, places)
-        drawn = 0
-        for fanout in self.fanouts:
-            of_hop = edges if fanout < 0 else min(edges, new * fanout)
-            drawn, new = drawn + of_hop, min(of_hop, places - nodes)
-            nodes += new
-        return nodes, drawn
-
-    def memory_bytes(self, places: int, edges: int, row_bytes: int) -> int:
-        """Of those that exist at once, and of sampling one."""
-        nodes, drawn = self.nodes_and_edges(places, edges)
-        sampling = 24 * nodes + 12 * table_size(nodes) + 48 * drawn
-        if self.device_bytes is not None:
-            row_bytes, sampling = 0, sampling + self.device_bytes + _DEVICE_NODE_BYTES * nodes
-        held = nodes * (row_bytes + 16) + (20 + self.edge_bytes) * drawn  # ids twice; ends, and weights
-        return HELD_BATCHES * held + sampling
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What the sizes of a loader follow from.
-
-    ``partition_rows``, ``partition_edges`` int64 [partitions]: rows of each, and edges that it can bring into
-    the subgraph: its own lists, and those of hubs that come from it. ``hub_edges``: edges between hubs.
-    ``held_bytes``: reader, maps, training nodes, of which there are ``train``. ``drawn``: the mini-batches
-    that are drawn, or None where there are none. ``id_bytes``: of an edge's number, 0 where there are none.
-    """
+class RowNeeds:
+    """Of one type of nodes: ``rows`` of ``row_bytes``, 0 where none are loaded; ``node_bytes`` of what else
+    each place has; ``partition_rows`` int64 [partitions]; how many are ``hubs``."""
 
     rows: int
     row_bytes: int
     node_bytes: int
-    source_bytes: int
     partition_rows: NDArray[np.int64]
-    partition_edges: NDArray[np.int64]
     hubs: int
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows of the largest partition."""
+        return int(self.partition_rows.max(initial=0))
+
+
+@dataclass(frozen=True)
+class ListNeeds:
+    """Of one graph, whose edges lead into nodes of the type ``target``.
+
+    ``source_bytes``: of a stored source. ``value_bytes``: of an edge's number, weight and time, 0 where there
+    are none. ``partition_edges`` int64 [partitions]: edges that each can bring into the subgraph, its own
+    lists, and those of hubs that come from it. ``hub_edges``: edges between hubs. ``order_bytes``: of an
+    edge, while lists are put in the order of time.
+    """
+
+    target: str
+    source_bytes: int
+    value_bytes: int
+    partition_edges: NDArray[np.int64]
     hub_edges: int
+    order_bytes: int = 0
+
+    def edges_max(self, resident: int) -> int:
+        """Edges of the subgraph of so many partitions, at most."""
+        return int(np.sort(self.partition_edges)[::-1][:resident].sum()) + self.hub_edges
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the sizes of a loader follow from: types of nodes, and graphs between them, by name.
+
+    ``seeds``: the type of the training nodes, of which there are ``train``. ``held_bytes``: reader, maps,
+    training nodes. ``drawn``: the mini-batches that are drawn, or None where there are none.
+    """
+
+    rows: Mapping[str, RowNeeds]
+    lists: Mapping[str, ListNeeds]
+    seeds: str
     held_bytes: int
     train: int = 0
     drawn: LargestDrawn | None = None
-    id_bytes: int = 0
+
+    @property
+    def with_rows(self) -> int:
+        """Partitions that hold any rows."""
+        return int(np.any([one.partition_rows > 0 for one in self.rows.values()], axis=0).sum())
+
+    @property
+    def source_bytes(self) -> int:
+        return max(one.source_bytes for one in self.lists.values())
+
+    @property
+    def block_edge_bytes(self) -> int:
+        """Of an edge of any graph while a block of lists is looked at."""
+        return self.source_bytes + max(one.value_bytes for one in self.lists.values())
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A loader's buffers: ``slots`` for ``resident`` and ``replaced`` partitions of ``slot_rows`` rows,
-    ``edges_max`` for a subgraph."""
+    """A loader's buffers: ``slots`` for ``resident`` and ``replaced`` partitions of ``slot_rows`` rows, by
+    type, ``edges_max`` for the subgraph of each graph."""
 
     resident: int
     replaced: int
     slots: int
-    slot_rows: int
-    edges_max: int
+    slot_rows: Mapping[str, int]
+    edges_max: Mapping[str, int]
     block_edges: int
     memory_bytes: int
 
     @property
-    def partition_places(self) -> int:
-        return self.slots * self.slot_rows
+    def buffers(self) -> int:
+        """Subgraphs that there is room for."""
+        return 1 if self.slots == self.resident else 2
 
 
 def sizes_of(needs: Needs, resident: int, replaced: int, block_edges: int) -> Sizes:
     """The sizes for so many partitions at once."""
-    count = int((needs.partition_rows > 0).sum())
+    count = needs.with_rows
     resident = min(resident, count)
     replaced = min(replaced, resident)
     slots = resident if resident == count else resident + replaced
-    slot_rows = int(needs.partition_rows.max(initial=0))
-    edges = int(np.sort(needs.partition_edges)[::-1][:resident].sum()) + needs.hub_edges
-    places = needs.hubs + slots * slot_rows
     buffers = 1 if resident == count else 2  # of the subgraph
-    rows = resident * slot_rows
-    drawn = 0 if needs.drawn is None else needs.drawn.memory_bytes(needs.hubs + rows, edges, needs.row_bytes)
+    types, graphs = needs.rows, needs.lists
+    slot_rows = {name: one.slot_rows for name, one in types.items()}
+    rows = {name: resident * size for name, size in slot_rows.items()}
+    edges = {name: one.edges_max(resident) for name, one in graphs.items()}
+    places = {name: one.hubs + slots * slot_rows[name] for name, one in types.items()}
+    drawn = 0
+    if needs.drawn is not None:
+        used = {name: one.hubs + rows[name] for name, one in types.items()}
+        drawn = needs.drawn.memory_bytes(used, edges, {name: one.row_bytes for name, one in types.items()})
     total = (
         needs.held_bytes
-        + places * (needs.row_bytes + needs.node_bytes + 1)  # 1: which are hubs, for weights
-        + buffers * (8 * (places + 1) + (4 + needs.id_bytes) * (edges + 1))
-        + 2 * (needs.source_bytes + needs.id_bytes) * block_edges
+        + sum(
+            places[name] * (one.row_bytes + one.node_bytes + 1)  # 1: which are hubs, for weights
+            + Places.memory_bytes(one.rows, one.hubs, rows[name]) + 9 * one.hubs
+            for name, one in types.items()
+        )
+        + sum(
+            buffers * (8 * (places[one.target] + 1) + (4 + one.value_bytes) * (edges[name] + 1))
+            + one.order_bytes * edges[name]
+            + 8 * (rows[one.target] + resident)  # offsets of the lists
+            for name, one in graphs.items()
+        )
+        + 2 * needs.block_edge_bytes * block_edges
         + drawn
-        + _SEED_BYTES * min(needs.train, rows)
-        + 8 * (rows + resident)  # offsets of the lists
-        + Places.memory_bytes(needs.rows, needs.hubs, rows)
-        + 9 * needs.hubs
-        + _PARTITION_BYTES * len(needs.partition_rows)
+        + _SEED_BYTES * min(needs.train, rows[needs.seeds])
+        + _PARTITION_BYTES * len(types[needs.seeds].partition_rows) * max(len(types), len(graphs))
         + _FIXED_BYTES
-    )
+    )  # fmt: skip
     return Sizes(resident, replaced, slots, slot_rows, edges, block_edges, total)
 
 
@@ -135,7 +155,7 @@ def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | N
     smallest budget that works, and SourceError where no budget would do: local ids are int32.
     """
     wanted = max(BLOCK_EDGES_MIN, min(BLOCK_EDGES_MAX, memory_bytes // (64 * needs.source_bytes)))
-    count = _count(needs)
+    count = max(1, needs.with_rows)
     # Of all partitions none is ever exchanged: they may fit where a few less would not.
     ranges = [(count, count), (1, count - 1)] if resident is None else [(resident, resident)]
     for at_least, at_most in ranges:
@@ -177,13 +197,9 @@ def budget_that_works(
             needed_bytes = error.needed_bytes if turn < _TURNS else needed_bytes * 5 // 4
 
 
-def _count(needs: Needs) -> int:
-    return max(1, int((needs.partition_rows > 0).sum()))
-
-
 def _places(needs: Needs, sizes: Sizes) -> int:
-    """Places of a mega-batch, its local ids."""
-    return needs.hubs + sizes.partition_places
+    """Places of a mega-batch, its local ids, of the type that has most."""
+    return max(one.hubs + sizes.slots * sizes.slot_rows[name] for name, one in needs.rows.items())
 
 
 def _exchanged(needs: Needs, resident: int, replaced: int | None, block_edges: int) -> Sizes:

@@ -1,0 +1,126 @@
+"""Samplers' options in mega-batches: what of weights and times is loaded, and what is made of it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import ArgumentError
+from featstore.loaders.mega.partition_set import PartitionSet
+from featstore.sampling.attributes import TimesOfSeeds
+from featstore.sampling.options import SamplingOptions
+from featstore.sampling.typed_options import TypedOptions
+from featstore.sampling.typed_store import TypedSeeds
+
+if TYPE_CHECKING:
+    from featstore.loaders.mega.parts import Parts
+
+_TIME_BYTES = 16  # of a place: its node's time, and to find it
+_SEED_BYTES = 16  # of a seed whose time was given
+_ORDER_BYTES = 44  # of an edge, while lists are put in the order of the times of nodes
+_ASCENDING_BYTES = 10  # of an edge, while it is seen that lists ascend in time
+
+
+def check_said(said: Iterable[str], typed: bool) -> None:
+    """Raise ArgumentError for options of samplers, by name, over a graph without types."""
+    names = list(said)
+    if names and not typed:
+        raise ArgumentError(
+            f"{', '.join(names)}: mode 'partitions' samples a graph without types uniformly, without "
+            "replacement, inside the partitions that are in memory: take mode='online'"
+        )
+
+
+class DrawnWith:
+    """What was ``said`` of :data:`~featstore.sampling.attributes.SAMPLING_OPTIONS` over all edge types, as
+    :class:`~featstore.sampling.typed_options.TypedOptions` has it; nothing without types. ``train``: the
+    seeds, as :meth:`Parts.as_seeds` gives them, whose times may be given. Raises ArgumentError, SourceError.
+    """
+
+    def __init__(self, parts: Parts, said: Mapping[str, Any] | None = None, train: Any = None) -> None:
+        self._parts = parts
+        self._plain: dict[str, Any] = {}
+        self._weighted: set[str] = set()
+        self._timed: set[str] = set()
+        self._node_times: dict[str, NDArray[Any]] = {}
+        self.seed_times: TimesOfSeeds | None = None
+        check_said(said or {}, parts.typed)
+        if not said:
+            return
+        options = TypedOptions(parts.store, said)
+        if options.arrays:
+            names = ", ".join(map(repr, options.arrays.values()))
+            raise ArgumentError(
+                "in mode 'partitions' weights and times of edges are those that graphs keep, not arrays, as "
+                f"{names}: pack them with edge_weights= or edge_times=, or take mode='online'"
+            )
+        self._plain = options.plain
+        self._weighted = {graph.name for graph in options.weighted}
+        self._timed = {graph.name for graph in options.timed}
+        for name, array in options.node_times.items():
+            if name in parts.tables:
+                self._node_times[name] = parts.store.arrays[array].astype(np.int64, copy=False)
+        if options.input_time is not None:
+            assert isinstance(train, TypedSeeds)
+            self.seed_times = TimesOfSeeds(train.ids, options.input_time)
+            self._seeds = len(train.ids)
+
+    @property
+    def _has_times(self) -> bool:
+        return bool(self._timed or self._node_times)
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """What the size of mini-batches follows from, as
+        :class:`~featstore.loaders.mega.largest.LargestDrawn` has it."""
+        subgraph = self._plain.get("subgraph", "directional")
+        trees = self._has_times or self._plain.get("disjoint", False)
+        replace = self._plain.get("replace", False)
+        plain = not (trees or replace or self._weighted or subgraph != "directional")
+        return {"plain": plain, "replace": replace, "trees": trees, "subgraph": subgraph}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of times that are held for good."""
+        seeds = 0 if self.seed_times is None else _SEED_BYTES * self._seeds
+        return seeds + sum(times.nbytes for times in self._node_times.values())
+
+    def place_bytes(self, table: str) -> int:
+        """Of each place of a mega-batch, of the time of its node."""
+        return _TIME_BYTES if table in self._node_times else 0
+
+    def order_bytes(self, graph: str) -> int:
+        """Of each edge, while its list is put in the order of time."""
+        if self._parts.graphs[graph].source_table.name in self._node_times:
+            return _ORDER_BYTES
+        return _ASCENDING_BYTES if graph in self._timed else 0
+
+    def values(self, graph: str) -> tuple[str, ...]:
+        """What is loaded of each edge of a graph beside its source."""
+        there = {
+            "edge_ids": self._parts.graphs[graph].has_edge_ids, "weights": graph in self._weighted,
+            "times": graph in self._timed,
+        }  # fmt: skip
+        return tuple(part for part, wanted in there.items() if wanted)
+
+    def over(self, mega: PartitionSet) -> SamplingOptions | None:
+        """The options over a mega-batch, whose nodes are local ids; None where nothing was said."""
+        if not self._plain:
+            return None
+        times: dict[str, Any] = {}
+        for name, known in self._node_times.items():
+            node = mega.rows[name].node
+            times[name] = np.zeros(len(node), np.int64)
+            np.take(known, node, out=times[name], mode="clip")  # places without a node have any time
+        return SamplingOptions(
+            **self._plain, node_times=times or None, weights=self._by_type(mega, "weights", self._weighted),
+            edge_times=self._by_type(mega, "times", self._timed),
+        )  # fmt: skip
+
+    def _by_type(self, mega: PartitionSet, part: str, graphs: set[str]) -> dict[Any, Any] | None:
+        return {
+            self._parts.graphs[name].edge_type: mega.lists[name].values[part] for name in sorted(graphs)
+        } or None
