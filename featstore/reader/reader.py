@@ -337,7 +337,7 @@ class Reader(Shown):
         requests)."""
         counted = self._ready().counters()
         histogram = tuple(
-            (round(2.0**b * 1.024, 3), int(counted[C.LATENCY + b]))
+            (C.latency_edge(b), int(counted[C.LATENCY + b]))
             for b in range(C.LATENCY_BUCKETS)
             if counted[C.LATENCY + b]
         )
