@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
+from featstore.base.called import called
 from featstore.base.logs import LOG
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
@@ -70,6 +71,8 @@ class Loader(Shown, LoaderBase):
         super().__init__()
         self.store = as_store(store)
         given = Given(options)
+        given_batches = () if batches is None else (batches,)
+        self._called = called(f"{self.store!r}.loader", *given_batches, **given.said)  # keeps none of them
         self.memory_bytes = parse_bytes(given.get("memory", "1GiB"), "memory")
         aside = given.get("validation_memory")
         self._left = 0 if aside is None else parse_bytes(aside, "validation_memory")
@@ -260,7 +263,4 @@ class Loader(Shown, LoaderBase):
         return Sheet("Loader", {**facts, **measured.facts}, measured.grids)
 
     def __repr__(self) -> str:
-        return (
-            f"<Loader of {str(self.store.path)!r}, mode {self.mode!r}, {format_bytes(self.memory_bytes)}, "
-            f"epoch {self._epoch}>"
-        )
+        return self._called
