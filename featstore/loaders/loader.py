@@ -78,6 +78,8 @@ class Loader(Shown, LoaderBase):
         self._left = 0 if aside is None else parse_bytes(aside, "validation_memory")
         if self._left >= self.memory_bytes:
             raise ArgumentError("validation_memory= is a part of memory=, and leaves nothing of it")
+        self._watch = Watch() if args.as_flag(given.get("progress", False), "progress") else None
+        given.tell = None if self._watch is None else self._watch.line.step
         self._opened = ExitStack()
         try:
             making = Making(
@@ -91,7 +93,8 @@ class Loader(Shown, LoaderBase):
             self._opened.close()
             raise
         LOG.info("%s: mode %s, because %s", self.store.path, self.mode, self.mode_because)
-        self._watch = Watch() if args.as_flag(given.get("progress", False), "progress") else None
+        if self._watch is not None and self._watch.line.stage:
+            self._watch.line.end(f"mode {self.mode}: prepared")
         self._in_order = bool(given.get("seeds_in_order"))
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had

@@ -154,7 +154,7 @@ STATIC = Rule(
     "static|id|no table",
 )
 MODEL_NUMBERS = Anything("a plain record; it refuses impossible numbers, and msgspec says what no number is")
-PROGRESS = FUNCTION.optional
+PROGRESS = FUNCTION.optional.but("True")
 DOOR = Anything("the door for writes is for tests: an object with the methods of Disk")
 POLICY_NAME = choice()
 DISK = MEMORY.but("None", "nothing", "zero").and_also(
@@ -523,6 +523,7 @@ CALLS: dict[str, Call] = {
             "name": NAME.but("another name").and_also(outside="../x"),
             "memory": MEMORY,
             "disk": DISK,
+            "tell": Anything("of Store.loader"),
             "loader": MAPPING.optional.and_also(typo={"engin": "threads"}, wrong={"queue_depth": 0}).saying(
                 "loader|queue_depth"
             ),

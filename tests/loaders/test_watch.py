@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,11 +53,57 @@ def test_it_is_silent_unless_asked(path: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == ""
 
 
-def test_a_terminals_line_is_written_over() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+@pytest.mark.parametrize("mode", ["compiled", "rolling"])
+def test_preparing_is_told_on_a_terminal(path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with featstore.open(path) as store, store.loader(**HOW | {"mode": mode}, progress=True) as loader:
+        assert sum(1 for _ in loader) == 4
+    told = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "\rrecord: 1 mini-batches" in told or "\rrecord: 1 of 4 mini-batches" in told
+    assert "epoch 0: 4/4 mini-batches" in told
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_long_works_tell_how_far_they_are(
+    path: Path, tmp_path: Path, notebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook the line is written over, as on a terminal; elsewhere what is short has its end alone."""
+    if notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    works: dict[str, Callable[[], Any]] = {
+        "pack": lambda: featstore.pack(tmp_path / "p", np.ones((9, 2), np.float32), progress=True).close(),
+        "verify": lambda: featstore.verify(path, progress=True),
+        "export": lambda: featstore.export(path, "features", tmp_path / "x.npy", progress=True),
+        "split": lambda: featstore.split(path, 1, tmp_path / "f", progress=True),
+        "record": lambda: featstore.Trace.record([np.arange(9)], tmp_path / "t", progress=True).close(),
+        "compile": lambda: featstore.compile_trace(
+            tmp_path / "p", tmp_path / "t", memory="32MiB", progress=True
+        ).close(),
+    }  # fmt: skip
+    for name, work in works.items():
+        out = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", out)
+        work()
+        (*before, last) = out.getvalue().rstrip("\n").split("\r" if notebook else "\n")
+        assert re.fullmatch(rf"{name}: done in [\d.]+ s *", last), name
+        assert len(before) > 1 if notebook else not before, name
+
+
+def test_a_work_that_fails_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(featstore.errors.IncompleteStoreError):
+        featstore.verify(tmp_path, progress=True)
+    assert capfd.readouterr().err.startswith("verify: stopped in ")
+    with pytest.raises(featstore.errors.IncompleteStoreError):
+        featstore.verify(tmp_path, progress=False)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminals_line_is_written_over() -> None:
     out = Terminal()
     watch, report = Watch(out), LoaderReport(1, {"read": 1.5, "wait": 0.5}, 10, 1)
     watch.begin(report)
