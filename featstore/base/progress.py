@@ -1,7 +1,7 @@
 """How those who wait are told how far something is: a line on standard error, or a function of theirs.
 
-What works long takes ``progress=``: a function, which is told of every step, or True for :class:`Line`, which
-loaders write as well.
+What works long takes ``progress=``: a function, which is told of every step, or True for
+:class:`ProgressLine`, which loaders write as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TextIO, TypeVar
 
 from featstore.units import format_bytes
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 #: Told the stage, and how many of how many steps are done.
 OnStep = Callable[[str, int, int], None]
@@ -25,7 +25,7 @@ _SECONDS = 0.5  # from one line to the next
 _SECONDS_ELSEWHERE = 30.0  # where each is a line of its own: files, pipes
 
 
-class Line:
+class ProgressLine:
     """A line that tells how far something is. On a terminal, and in a notebook, it is written over, some
     times a second; elsewhere there is a line every half minute, and one at the end. Safe from any thread."""
 
@@ -80,17 +80,17 @@ def told_text(*told: Any) -> tuple[str, str]:
     return stage, f"{stage}: {format_bytes(now.done_bytes)} of {format_bytes(now.total_bytes)}"
 
 
-def watched(make: Callable[P, R]) -> Callable[P, R]:
-    """``make``, whose ``progress=`` may also be True, for a :class:`Line`, or False, for none."""
+def watched(make: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``make``, whose ``progress=`` may also be True, for a :class:`ProgressLine`, or False, for none."""
 
     what = make.__name__.partition("_")[0]
 
     @functools.wraps(make)
-    def told(*args: P.args, **options: P.kwargs) -> R:
+    def told(*args: _P.args, **options: _P.kwargs) -> _R:
         progress = options.get("progress")
         if not isinstance(progress, bool):
             return make(*args, **options)
-        line = Line() if progress else None
+        line = ProgressLine() if progress else None
         options["progress"] = None if line is None else line.step
         try:
             made = make(*args, **options)

@@ -213,8 +213,10 @@ class Given:
             modes = ("auto",) if name in AUTO_OPTIONS else OF_MODES.get(name, (*MODES, "auto"))
             conditional = self.auto and {*modes} & {*AUTO} and tuple(modes) != ("compiled",)
             if self.mode not in modes and not conditional:
+                seeded = name == "shuffle" and "seeds" in self.said
                 raise ArgumentError(
                     f"{name}= is of mode {' or '.join(map(repr, modes))}, not of {self.mode!r}"
+                    + (_SHUFFLED if seeded else "")
                 )
         self.reading: dict[str, Any] = {"engine": "auto", "queue_depth": 128, "threads": None, "verify": True}
         self.reading |= {name: value for name, value in self.said.items() if name in self.reading}
@@ -234,5 +236,6 @@ class Given:
         return self.said.get(name, default)
 
 
+_SHUFFLED = ": seeds are shuffled in every epoch; seeds_in_order=True leaves them in order"
 #: What has no None: it is wrong, and refused where it is looked at.
 _NEVER = ("mode", "memory", "engine", "queue_depth", "verify", "shared")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from featstore.base.progress import Line
+from featstore.base.progress import ProgressLine
 from featstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ Coming = TypeVar("Coming")
 
 
 class Watch:
-    """Of one loader, on a :class:`~featstore.base.progress.Line`."""
+    """Of one loader, on a :class:`~featstore.base.progress.ProgressLine`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
-        self.line = Line(out)
+        self.line = ProgressLine(out)
         self._before: tuple[float, int, int] | None = None
 
     def begin(self, report: LoaderReport) -> None:
