@@ -154,7 +154,7 @@ STATIC = Rule(
     "static|id|no table",
 )
 MODEL_NUMBERS = Anything("a plain record; it refuses impossible numbers, and msgspec says what no number is")
-PROGRESS = FUNCTION.optional.but("True")
+PROGRESS = FUNCTION.optional
 DOOR = Anything("the door for writes is for tests: an object with the methods of Disk")
 POLICY_NAME = choice()
 DISK = MEMORY.but("None", "nothing", "zero").and_also(
