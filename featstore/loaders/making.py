@@ -331,7 +331,7 @@ class Making:
         check_loader_options(CompiledLoader, options)
         mode = compiled_mode(
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
-            seed=self._seed, loader=options | self.given.reading, **own,
+            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
         )  # fmt: skip
         if isinstance(self.store, WholeStore) and not isinstance(self.share, GivenShare):
             # what reuse= finds may be of other options on another host
@@ -348,6 +348,7 @@ class Making:
         assert recorded is not None
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, **self.given.reading}
+        own["tell"] = self.given.tell
         loader = RollingLoader(
             self.store, recorded, memory=self.shares.rows_bytes, loader=options, name=name, **own
         )

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_flag, as_table_names
 from featstore.base.buffers import populate
+from featstore.base.called import called, unusual
 from featstore.base.compilation import announce_compilation
 from featstore.base.ids import parse_ids
 from featstore.base.sheets import Sheet, Shown
@@ -115,11 +116,12 @@ class Reader(Shown):
         queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
         by_row: bool = False, threads: int | None = None,
     ) -> None:  # fmt: skip
-        self._options = {
+        said = {
             "memory": memory, "static": static, "static_memory": static_memory, "tables": tables,
             "engine": engine, "queue_depth": queue_depth, "verify": verify, "model": model,
             "by_row": by_row, "threads": threads,
         }  # fmt: skip
+        self.given = unusual(Reader, said) | {"memory": memory}  # the options that make another such reader
         self._states: dict[str, TableState] = {}  # first: closing what was never opened looks here
         check_reading(engine, queue_depth, verify, model, threads)
         queue_depth, verify, by_row = int(queue_depth), bool(verify), as_flag(by_row, "by_row")
@@ -307,7 +309,7 @@ class Reader(Shown):
     # The static tier.
 
     def _fill_static(self, static: StaticIds) -> None:
-        given = self._options["static_memory"] is not None
+        given = "static_memory" in self.given
         members = static_members(self._states, static, self.budget, self._needs, given, self._helpers)
         for name, rows in members.items():
             state = self._states[name]
@@ -337,7 +339,7 @@ class Reader(Shown):
         requests)."""
         counted = self._ready().counters()
         histogram = tuple(
-            (round(2.0**b * 1.024, 3), int(counted[C.LATENCY + b]))
+            (C.latency_edge(b), int(counted[C.LATENCY + b]))
             for b in range(C.LATENCY_BUCKETS)
             if counted[C.LATENCY + b]
         )
@@ -382,16 +384,13 @@ class Reader(Shown):
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.store, self._options)
+        return _reopen, (self.store, self.given)
 
     def _sheet(self) -> Sheet:
         return reader_sheet(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} "
-            "bytes>"
-        )
+        return called(f"{self.store!r}.reader", **self.given)
 
 
 def _reopen(store: OpenStore, options: dict[str, Any]) -> Reader:
