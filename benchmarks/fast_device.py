@@ -274,8 +274,8 @@ def main(settings: Settings, zram: bool) -> None:
         rings = [sample.extra["rings"] for sample in series["featstore"].samples]
         report.notes = [
             f"Rings at work in the rounds: {', '.join(map(str, rings))}.",
-            f"A queue depth of {DEPTH} has room for {fast.rings_max} rings. Where more reads have to be under "
-            "way than that, it is the limit before the others: `queue_depth=` asks for more.",
+            f"A queue depth of {DEPTH} has room for {fast.rings_max} rings. Where more reads have to be "
+            "under way than that, it is the limit before the others: `queue_depth=` asks for more.",
         ]
         report.save(settings.out, settings.quick)
 
