@@ -65,7 +65,8 @@ class Fast:
         self._closing = ExitStack()
         self._readers: list[featstore.Reader] = []
         self._store = self._closing.enter_context(featstore.open(tables.store()))
-        model = measure(tables.store(), seconds=settings.seconds, data_bytes_min=0).model  # not beside it
+        # of the table itself: there is no room beside it
+        model = measure(tables.store(), "uring", seconds=settings.seconds, data_bytes_min=0).model
         self.model = msgspec.structs.replace(model, threads=None)
 
     def reader(self, **options: Any) -> featstore.Reader:
