@@ -42,7 +42,7 @@ from featstore.errors import ArgumentError, BudgetError, FeatstoreError
 from featstore.hosts.split_store import WholeStore
 from featstore.layout.records import encode_record, record_offsets
 from featstore.packing.packing import Progress
-from featstore.plan.cost import DeviceModel, device_key, load_model
+from featstore.plan.cost import DeviceModel, device_model
 from featstore.storage.belongings import NOTHING, STORE
 from featstore.storage.disk import Disk
 from featstore.storage.generations import current, names, writer_lock
@@ -206,7 +206,7 @@ class _Compiling:
         self.base, self.trace, self.options, self.policy = base, trace, options, policy
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
         self.generation = transaction.generation
-        self.model = model or load_model(device_key(base.on_disk.path, "uring", "direct"))
+        self.model = model or device_model(base.on_disk.path)
         times = options.read_times
         self._written_byte_seconds = 0.0 if times is None else packed_byte_seconds(self.model) / times
         self._progress = progress

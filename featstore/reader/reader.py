@@ -31,8 +31,8 @@ from featstore.base.compilation import announce_compilation
 from featstore.base.ids import parse_ids
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.threads import Permits, Wake, shut_down, thread_pool
-from featstore.engine import choose, engine_class, make
 from featstore.engine import counters as C
+from featstore.engine import engine_class, make
 from featstore.engine.base import Engine
 from featstore.engine.files import Access
 from featstore.engine.request import Request
@@ -49,7 +49,7 @@ from featstore.reader.lookup import (
     held_rows,
     table_need,
 )
-from featstore.reader.options import as_static_bytes, check_reading
+from featstore.reader.options import as_static_bytes, check_reading, chosen_engine
 from featstore.reader.planner import Planner, lane_of
 from featstore.reader.report import Counts, Plan, ReaderStats
 from featstore.reader.requests import as_tables, parse_request, parse_run_request
@@ -98,7 +98,8 @@ class Reader(Shown):
         static_memory: for these rows, of ``memory``, bytes or a size; 0 for a reader without any. By default
             what is left over.
         tables: the names of the tables to read; all by default.
-        engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the first that works.
+        engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the calibrated one; without one, or
+            where ``threads`` or ``model`` is given, for the first that works.
         queue_depth: reads under way at most.
         threads: that read, verify and copy rows, at most; by default as many as the device model says, for
             engine ``"uring"``, and up to 32 for ``"threads"``. Each reads through a ring of its own.
@@ -134,7 +135,7 @@ class Reader(Shown):
         self._needs = [table_need(store.table(n), verify, by_row) for n in names]
         self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs, as_static_bytes(static_memory))
         announce_compilation(cut_extents)
-        self.engine = choose(engine)
+        self.engine = chosen_engine(store.path, engine, model, threads)
         access = engine_class(self.engine.name).access
         try:
             for name in names:
