@@ -151,7 +151,7 @@ def be_learner(rank: int, hosts: int, folder: str, name: str) -> None:
     features = np.load("features.npy")
     told = {}
     with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
-        for kept in (None, "100KiB", featstore.Buffer("s3-fifo", "100KiB")):
+        for kept in (None, "100KiB"):
             before = store.received()[0]
             losses = losses_of(store, features, halo=kept, policy="fifo")
             told[str(kept)[:5]] = {"losses": losses, "rows": store.received()[0] - before}
