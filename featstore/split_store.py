@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from featstore.arguments import check_options, options_of
+from featstore.base.environment import MEMORY
 from featstore.errors import ArgumentError
 from featstore.hosts.split_store import WholeStore
 from featstore.reader.options import READING
@@ -39,7 +40,7 @@ class SplitStore(WholeStore, Store):
         return f"<SplitStore {str(self.path)!r}>"  # all hosts open it, together: no call alone does
 
     def reader(  # type: ignore[override]
-        self, *, tiers: Sequence[TierSpec] = (), memory: int | str = "1GiB", **options: Any
+        self, *, tiers: Sequence[TierSpec] = (), memory: int | str = MEMORY, **options: Any
     ) -> TieredReader:
         """A reader of the rows of all hosts. What it does not find in ``tiers`` it reads from this host's
         disk,

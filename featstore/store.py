@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from featstore.arguments import check_options, known_name, need_package, options_of
 from featstore.base.called import called
+from featstore.base.environment import MEMORY, variable
 from featstore.base.sheets import Sheet, Shown
 from featstore.errors import ArgumentError
+from featstore.reader.options import memory_said
 from featstore.storage.manifest import GATHERED_FEATURE
 from featstore.storage.sheets import store_sheet
 from featstore.storage.store import OpenStore, StoredGraph, Table, check_on_disk
@@ -117,11 +119,11 @@ class Store(Shown, OpenStore):
     def _table_array(self, table: Table, memory: int | str | None, options: dict[str, Any]) -> TableArray:
         from featstore.reader.table_array import TableArray
 
-        if memory is None:
+        if memory is None and not variable("FEATSTORE_MEMORY"):
             raise ArgumentError("rows of a table are read within a budget: give memory=, bytes or '1GiB'")
         if "tables" in options:
             raise ArgumentError("tables= is of a reader: an array is of the one table that is named")
-        reader: Any = self.reader(memory=memory, tables=[table.name], **options)
+        reader: Any = self.reader(memory=MEMORY if memory is None else memory, tables=[table.name], **options)
         return TableArray(reader, table.name, closes=True)
 
     @overload
@@ -237,6 +239,8 @@ class Store(Shown, OpenStore):
         named = [name for name in SAMPLING_OPTIONS if name != "input_time"]
         own = [name for name in options_of(StoredSampler) if name not in ("options", "seed_times")]
         check_options(options, (*own, *named), "a sampler")
+        if "memory" not in options and variable("FEATSTORE_MEMORY"):
+            options["memory"] = memory_said(MEMORY)[0]
         if "memory" not in options:
             raise ArgumentError("a sampler needs a budget: give memory=, bytes or a size such as '512MiB'")
         said = {name: options.pop(name) for name in named if name in options}
@@ -266,7 +270,7 @@ class Store(Shown, OpenStore):
 
     def loader_costs(
         self, batches: Sampler | None = None, *, seeds: Any = None, fanouts: Sequence[int] | None = None,
-        batch_size: int = 1024, memory: int | str = "1GiB", disk: int | str | None = None, **options: Any,
+        batch_size: int = 1024, memory: int | str = MEMORY, disk: int | str | None = None, **options: Any,
     ) -> LoaderCosts:  # fmt: skip
         """What each mode of :meth:`loader` would cost on this machine, in time, bytes, disk and memory, and
         which one ``mode="auto"`` takes, and why. All parameters are those of

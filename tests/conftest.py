@@ -107,6 +107,8 @@ PackSmall = Callable[..., "featstore.Store"]
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plans must not depend on what this machine's user has calibrated."""
     patch = pytest.MonkeyPatch()
+    for name in ("FEATSTORE_ENGINE", "FEATSTORE_MEMORY"):
+        patch.delenv(name, raising=False)
     patch.setenv("FEATSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
     yield
     patch.undo()

@@ -20,11 +20,13 @@ from featstore.adapters.pyg_types import (
     without_numbers,
 )
 from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
+from featstore.base.environment import MEMORY
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.shares import MemoryShares
+from featstore.reader.options import as_memory
 from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
 from featstore.sampling.batches import bytes_in_memory, open_sampler
 from featstore.sampling.link_batches import LinkBatches
@@ -32,7 +34,6 @@ from featstore.sampling.links import LinkSampler, Negatives
 from featstore.storage.edge_types import EdgeType
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore, StoredGraph
-from featstore.units import parse_bytes
 
 try:
     import torch
@@ -88,7 +89,7 @@ class LinkNeighborLoader:
         edge_label: Any = None, edge_label_time: Any = None, *, neg_sampling: Any = None,
         neg_sampling_ratio: float | None = None, transform: Callable[[Data], Any] | None = None,
         batch_size: int = 1, shuffle: bool | None = False, drop_last: bool | None = False,
-        attach: str | Sequence[str] | None = None, memory: int | str = "1GiB", **options: Any,
+        attach: str | Sequence[str] | None = None, memory: int | str = MEMORY, **options: Any,
     ) -> None:  # fmt: skip
         if not isinstance(data, OpenStore):
             raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
@@ -105,7 +106,7 @@ class LinkNeighborLoader:
         negatives = negatives_of(neg_sampling, neg_sampling_ratio)
         labels = _labels(_array(data, edge_label, "edge_label"), negatives)
         times = _array(data, edge_label_time, "edge_label_time")
-        memory_bytes = parse_bytes(memory, "memory")
+        memory_bytes = as_memory(memory)
         said = {name: options.pop(name) for name in SAMPLING_OPTIONS if name in options}
         seed, graph = as_integer(options.pop("seed", 0), "seed"), options.pop("graph", None)
         given: dict[str, Any] = {

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.adapters.pyg_types import canonical, numbered, typed_attached, typed_seeds, without_numbers
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
+from featstore.base.environment import MEMORY
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.loader import Loader
@@ -96,7 +97,7 @@ class NeighborLoader:
         input_nodes: Any = None, *,
         transform: Callable[[Data], Any] | None = None, batch_size: int = 1,
         shuffle: bool | None = False, drop_last: bool | None = False,
-        attach: str | Sequence[str] | None = None, memory: int | str = "1GiB", **options: Any,
+        attach: str | Sequence[str] | None = None, memory: int | str = MEMORY, **options: Any,
     ) -> None:  # fmt: skip
         if not isinstance(data, OpenStore):
             raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")

@@ -11,8 +11,20 @@ _PREFIX = "FEATSTORE_"
 #: What each one says.
 VARIABLES = {
     "FEATSTORE_CACHE": "folder of what `featstore calibrate` measures",
+    "FEATSTORE_ENGINE": "what reads where `engine=` is not given, or is `auto`",
     "FEATSTORE_LOG": "print what the library decides: `debug`, `info`, `warning` or `error`",
+    "FEATSTORE_MEMORY": "the budget of readers, loaders, arrays and samplers where `memory=` is not given",
 }
+
+
+class Unsaid(str):
+    """A default in place of which :data:`VARIABLES` may say something: what is given is told from it."""
+
+    __slots__ = ()
+
+
+#: Of ``memory=``; see :func:`featstore.reader.options.as_memory`.
+MEMORY = Unsaid("1GiB")
 
 
 def variable(name: str) -> str:

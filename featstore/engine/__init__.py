@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from featstore.arguments import as_choice
+from featstore.base.environment import variable
 from featstore.base.logs import LOG
 from featstore.errors import EngineError
 
@@ -72,15 +73,23 @@ class EngineChoice:
     because: str
 
 
-def choose(wanted: str = "auto", calibrated: tuple[str, str] | None = None) -> EngineChoice:
+def engine_said() -> str:
+    """What the environment says that ``"auto"`` stands for; empty where it says nothing. Raises
+    ArgumentError, a ValueError, for an unknown name."""
+    text = variable("FEATSTORE_ENGINE")
+    return "" if text in ("", "auto") else as_choice(text, "FEATSTORE_ENGINE", ("auto", *ENGINES))
+
+
+def choose(
+    wanted: str = "auto", calibrated: tuple[str, str] | None = None, because: str = "asked for"
+) -> EngineChoice:
     """The engine to use: ``wanted``; with ``"auto"`` the ``calibrated`` one (its name, and why), and without
-    one io_uring where it works and else threads.
+    one io_uring where it works and else threads. ``because``: why ``wanted`` is.
 
     Raises ArgumentError, a ValueError, for an unknown name and EngineError, an OSError, where the engine
     asked for cannot work here.
     """
     as_choice(wanted, "engine", ("auto", *ENGINES))
-    because = "asked for"
     if wanted == "auto":
         name, because = calibrated or ("uring", "io_uring works here")
         as_choice(name, "the calibrated engine", ENGINES)
@@ -93,8 +102,9 @@ def choose(wanted: str = "auto", calibrated: tuple[str, str] | None = None) -> E
         if wanted == "auto":
             LOG.info("engine threads, because io_uring cannot be used: %s", why)
             return EngineChoice("threads", f"io_uring cannot be used: {why}")
+        of = "" if because == "asked for" else f" ({because})"
         raise EngineError(
-            f"the engine {name!r} cannot be used: {why}; ask for 'threads', or 'auto' for what works here"
+            f"the engine {name!r}{of} cannot be used: {why}; ask for 'threads', or 'auto' for what works here"
         ) from error
     LOG.info("engine %s: %s", name, because)
     return EngineChoice(cast(EngineName, name), because)

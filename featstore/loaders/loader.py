@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
 from featstore.base.called import called
+from featstore.base.environment import MEMORY
 from featstore.base.logs import LOG
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
@@ -28,6 +29,7 @@ from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
 from featstore.loaders.report import LoaderReport, report_sheet
 from featstore.loaders.watch import Watch, spans
+from featstore.reader.options import as_memory
 from featstore.storage.store import as_store
 from featstore.units import format_bytes, parse_bytes
 
@@ -73,7 +75,7 @@ class Loader(Shown, LoaderBase):
         given = Given(options)
         given_batches = () if batches is None else (batches,)
         self._called = called(f"{self.store!r}.loader", *given_batches, **given.said)  # keeps none of them
-        self.memory_bytes = parse_bytes(given.get("memory", "1GiB"), "memory")
+        self.memory_bytes = as_memory(given.get("memory", MEMORY))
         aside = given.get("validation_memory")
         self._left = 0 if aside is None else parse_bytes(aside, "validation_memory")
         if self._left >= self.memory_bytes:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from featstore.arguments import as_batches, as_mapping, check_options, options_of
+from featstore.base.environment import MEMORY
 from featstore.base.state import position_of, state_of
 from featstore.base.system import submitted
 from featstore.base.threads import Runner
@@ -31,6 +32,7 @@ from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import NOTHING_YET, LoaderReport
+from featstore.reader.options import as_memory
 from featstore.storage.disk import Disk
 from featstore.storage.packs import (
     EPISODES,
@@ -45,7 +47,6 @@ from featstore.storage.packs import (
 )
 from featstore.storage.store import OpenStore, as_store
 from featstore.trace.trace import Trace
-from featstore.units import parse_bytes
 
 TRAIN_SHARE = 0.7  # of the memory; preparing has the rest, unless one of them needs more
 
@@ -75,7 +76,7 @@ class RollingLoader(LoaderBase):
     """
 
     def __init__(
-        self, store: OpenStore, episode: Sampler, *, name: str = "rolling", memory: int | str = "1GiB",
+        self, store: OpenStore, episode: Sampler, *, name: str = "rolling", memory: int | str = MEMORY,
         disk: int | str | None = None, loader: Mapping[str, Any] | None = None,
         tell: Callable[..., None] | None = None, **others: Any,
     ) -> None:  # fmt: skip
@@ -89,7 +90,7 @@ class RollingLoader(LoaderBase):
         check_options(others, [o for o in options_of(compile_trace) if o not in own], "a rolling loader")
         loader = {} if loader is None else as_mapping(loader, "loader", "options of a CompiledLoader")
         check_loader_options(CompiledLoader, loader)
-        total = parse_bytes(memory, "memory")
+        total = as_memory(memory)
         train_bytes = max(2, int(total * TRAIN_SHARE))
         limit = parse_disk(disk, store)
         self._memory_bytes, self._divided = total, False  # once an episode has been compiled

@@ -148,7 +148,8 @@ def calibrated_engine(path: str | os.PathLike[str]) -> tuple[str, str] | None:
 
 def device_model(path: str | os.PathLike[str]) -> DeviceModel:
     """Of direct reads through the engine that ``"auto"`` stands for on the device that holds ``path``."""
-    engine, _ = calibrated_engine(path) or ("uring", "")
+    said = variable("FEATSTORE_ENGINE")
+    engine = (calibrated_engine(path) or ("uring", ""))[0] if said in ("", "auto") else said
     return load_model(device_key(path, engine, "direct"))
 
 

@@ -28,6 +28,7 @@ from featstore.arguments import as_flag, as_table_names
 from featstore.base.buffers import populate
 from featstore.base.called import called, unusual
 from featstore.base.compilation import announce_compilation
+from featstore.base.environment import MEMORY
 from featstore.base.ids import parse_ids
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.threads import Permits, Wake, shut_down, thread_pool
@@ -49,7 +50,7 @@ from featstore.reader.lookup import (
     held_rows,
     table_need,
 )
-from featstore.reader.options import as_static_bytes, check_reading, chosen_engine
+from featstore.reader.options import as_static_bytes, check_reading, chosen_engine, memory_said
 from featstore.reader.planner import Planner, lane_of
 from featstore.reader.report import Counts, Plan, ReaderStats
 from featstore.reader.requests import as_tables, parse_request, parse_run_request
@@ -91,15 +92,15 @@ class Reader(Shown):
     Args:
         store: the open store.
         memory: budget for all that the reader holds (maps, checksums, staging, scratch, tiers), bytes or
-            ``"2GiB"``. Results are the caller's and come on top.
+            ``"2GiB"``; by default as ``FEATSTORE_MEMORY`` says, or 1 GiB. Results come on top.
         static: rows to keep in memory: ``"degree"`` for those of the highest degree, as many as the budget
             allows; node ids (or a mapping of table names to node ids); None for no static tier; ``"auto"``
             for ``"degree"`` where the store knows degrees.
         static_memory: for these rows, of ``memory``, bytes or a size; 0 for a reader without any. By default
             what is left over.
         tables: the names of the tables to read; all by default.
-        engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the calibrated one; without one, or
-            where ``threads`` or ``model`` is given, for the first that works.
+        engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"``: as ``FEATSTORE_ENGINE`` says, else the
+            calibrated one; without, or where ``threads`` or ``model`` is given, the first that works.
         queue_depth: reads under way at most.
         threads: that read, verify and copy rows, at most; by default as many as the device model says, for
             engine ``"uring"``, and up to 32 for ``"threads"``. Each reads through a ring of its own.
@@ -112,15 +113,15 @@ class Reader(Shown):
     """
 
     def __init__(
-        self, store: OpenStore, *, memory: int | str = "1GiB", static: StaticIds = "auto",
+        self, store: OpenStore, *, memory: int | str = MEMORY, static: StaticIds = "auto",
         static_memory: int | str | None = None, tables: Sequence[str] | None = None, engine: str = "auto",
         queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
         by_row: bool = False, threads: int | None = None,
     ) -> None:  # fmt: skip
         said = {
-            "memory": memory, "static": static, "static_memory": static_memory, "tables": tables,
-            "engine": engine, "queue_depth": queue_depth, "verify": verify, "model": model,
-            "by_row": by_row, "threads": threads,
+            "memory": (memory := memory_said(memory)[0]), "static": static, "tables": tables,
+            "static_memory": static_memory, "engine": engine, "queue_depth": queue_depth, "verify": verify,
+            "model": model, "by_row": by_row, "threads": threads,
         }  # fmt: skip
         self.given = unusual(Reader, said) | {"memory": memory}  # the options that make another such reader
         self._states: dict[str, TableState] = {}  # first: closing what was never opened looks here

@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 from featstore.arguments import as_table_names, check_options, options_of, shown
 from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
+from featstore.base.environment import MEMORY
 from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
 from featstore.base.sheets import Sheet, Shown
 from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
+from featstore.reader.options import memory_said
 from featstore.reader.reader import Reader
 from featstore.reader.report import Plan, ReaderStats, TablePlan
 from featstore.reader.requests import ByTable, as_tables
@@ -58,9 +60,9 @@ class TieredReader(Shown):
     """
 
     def __init__(
-        self, store: OpenStore, tiers: Sequence[TierSpec], *, memory: int | str = "1GiB", **reader: Any
+        self, store: OpenStore, tiers: Sequence[TierSpec], *, memory: int | str = MEMORY, **reader: Any
     ) -> None:
-        self.given = {"tiers": tiers, "memory": memory, **reader}
+        self.given = {"tiers": tiers, "memory": (memory := memory_said(memory)[0]), **reader}
         self.tiers: tuple[Tier, ...] = ()
         self._disk: Reader | None = None  # none where the last tier has every row
         self._top: RowSource | None = None

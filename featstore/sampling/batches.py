@@ -18,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
+from featstore.base.environment import MEMORY
 from featstore.base.hashing import batch_key, random_words
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
+from featstore.reader.options import as_memory
 from featstore.sampling.ahead import sampled_ahead
 from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
 from featstore.sampling.disk_sampler import DiskSampler
@@ -32,7 +34,6 @@ from featstore.sampling.ranked import Share, owned_share, share_of
 from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
-from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.base.dtypes import Scalar
@@ -121,7 +122,7 @@ def sampler_needs(
 
 def open_sampler(
     store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
-    memory: int | str = "1GiB", in_memory: bool | None = None, edge_ids: bool | None = None,
+    memory: int | str = MEMORY, in_memory: bool | None = None, edge_ids: bool | None = None,
     options: NamedOptions | None = None, seed_times: TimesOfSeeds | None = None,
 ) -> GraphSampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
@@ -132,7 +133,7 @@ def open_sampler(
     A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError,
     KeyError for a graph that is not there, CorruptionError, DeviceError, FormatError.
     """
-    chosen, memory_bytes = graph_of(as_store(store), graph), parse_bytes(memory, "memory")
+    chosen, memory_bytes = graph_of(as_store(store), graph), as_memory(memory)
     numbered = wants_edge_ids(chosen, edge_ids)
     needed = bytes_in_memory(chosen, numbered) + (0 if options is None else options.needed_bytes)
     of_memory = [] if options is None else options.of_memory
@@ -148,8 +149,8 @@ def open_sampler(
         made.seed_times = seed_times
         return made
     return StoredSampler(
-        store, fanouts, memory=memory, seed=seed, graph=chosen.name, edge_ids=numbered, seed_times=seed_times,
-        options=None if options is None else options.from_disk(),
+        store, fanouts, memory=memory_bytes, seed=seed, graph=chosen.name, edge_ids=numbered,
+        seed_times=seed_times, options=None if options is None else options.from_disk(),
     )  # fmt: skip
 
 
@@ -328,7 +329,7 @@ def _recorded(batch: SampledSubgraph, epoch: int) -> tuple[NDArray[np.int64], di
 
 def sample_batches(
     store_or_sampler: OpenStore | GraphSampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int,
-    seed: int = 0, epoch: int | None = None, *, graph: str | None = None, memory: int | str = "1GiB",
+    seed: int = 0, epoch: int | None = None, *, graph: str | None = None, memory: int | str = MEMORY,
     in_memory: bool | None = None,
 ) -> SampledBatches:  # fmt: skip
     """The mini-batches of an epoch of neighbour sampling, to be iterated as often as wanted, or asked for by

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
+from featstore.base.environment import MEMORY
 from featstore.base.progress import OnStep
 from featstore.base.system import available_cores
 from featstore.engine import choose
@@ -30,9 +31,8 @@ from featstore.engine.ring_count import BUSY
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.budget import TableNeed, own_bytes
-from featstore.plan.cost import calibrated_engine
 from featstore.reader.lookup import table_need
-from featstore.reader.options import QUEUE_DEPTH_MAX, READING, READING_THREADS_MAX
+from featstore.reader.options import QUEUE_DEPTH_MAX, READING, READING_THREADS_MAX, as_memory, chosen_engine
 from featstore.reader.reader import QUEUE_DEPTH
 from featstore.storage.store import as_store
 from featstore.tiers.slots import layout
@@ -52,7 +52,6 @@ from featstore.tune.allocation import (
 from featstore.tune.timetable import Timetable, counted
 from featstore.tune.trials import Trials
 from featstore.tune.tuned import Point, Trial, Tuning
-from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
@@ -73,7 +72,7 @@ _OURS = ("batches", "memory", "engine", "queue_depth", "extracted", "reader_memo
 
 def tune(
     store: OpenStore, make_batches: pf.MakeBatches, step: pf.TrainStep | None = None, *,
-    memory: int | str = "1GiB", cores: int | None = None, workers: Iterable[int] | None = None,
+    memory: int | str = MEMORY, cores: int | None = None, workers: Iterable[int] | None = None,
     engines: Sequence[str] | None = None, queue_depths: Sequence[int] = QUEUE_DEPTHS,
     seconds: float = TUNING_SECONDS, trials: int = 4, progress: OnStep | None = None, **loader: Any,
 ) -> Tuning:  # fmt: skip
@@ -112,9 +111,7 @@ def tune(
     _check(depths, step, loader)
     names = _engines(store, engines)
     with pf.threads_restored():
-        work = _Tuner(
-            store, make_batches, step, parse_bytes(memory, "memory"), cores, counts, seconds, loader, tell
-        )
+        work = _Tuner(store, make_batches, step, as_memory(memory), cores, counts, seconds, loader, tell)
         return work.run(names, list(dict.fromkeys(depths)), trials)
 
 
@@ -137,7 +134,7 @@ def _engines(store: OpenStore, wanted: Sequence[str] | None) -> list[str]:
         if not found:
             raise SourceError("engines is empty: give at least one")
         return list(dict.fromkeys(found))
-    first, works = choose("auto", calibrated_engine(store.path)).name, choose("auto").name
+    first, works = chosen_engine(store.path, "auto", None, None).name, choose("auto").name
     return list(dict.fromkeys((first, works, *ENGINES_TRIED[ENGINES_TRIED.index(works) :])))
 
 

@@ -101,7 +101,15 @@ def test_inspect_json(call: Call, store: Path) -> None:
     }
     assert graph["bytes"] == 8 * (ROWS + 1) + 4 * 4 * ROWS + hubs["bytes"]
     reading = data["reading"]
-    assert set(reading) == {"engine", "engine_because", "access", "access_because", "model"}
+    assert set(reading) == {
+        "engine",
+        "engine_because",
+        "memory_bytes",
+        "memory_because",
+        "access",
+        "access_because",
+        "model",
+    }
     assert reading["engine"] == choose("auto").name
     assert reading["model"]["calibrated"] is False
 

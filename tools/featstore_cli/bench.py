@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from featstore.base.environment import MEMORY
 from featstore_cli.options import SIZE, chosen_table, engine_option, json_option, shared_options
 from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show, table
 
@@ -20,7 +21,7 @@ from featstore_cli.output import facts, print_json, progress, rate_text, remark,
     default=2.0,
     help="About how long to measure each way of reading.",
 )
-@click.option("--memory", type=SIZE, default="1GiB", help="The reader's memory budget.")
+@click.option("--memory", type=SIZE, default=MEMORY, help="The reader's memory budget.")
 @engine_option
 @json_option
 @shared_options

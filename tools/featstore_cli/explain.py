@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from featstore.base.environment import MEMORY
 from featstore_cli.options import SIZE, chosen_table, engine_option, json_option, read_ids, shared_options
 from featstore_cli.output import facts, print_json, rate_text, remark, seconds_text, show
 
@@ -28,7 +29,7 @@ from featstore_cli.output import facts, print_json, rate_text, remark, seconds_t
 )
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of --random.")
 @click.option("--table", metavar="NAME", help="The table, where the store has several.")
-@click.option("--memory", type=SIZE, default="1GiB", help="The reader's memory budget.")
+@click.option("--memory", type=SIZE, default=MEMORY, help="The reader's memory budget.")
 @click.option(
     "--static", type=click.Choice(["auto", "degree", "none"]), default="auto", help="Rows to keep in memory."
 )

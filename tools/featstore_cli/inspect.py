@@ -146,11 +146,12 @@ def _orders(store: Any, graph: str | None, train: str | None, memory: int) -> li
 
 def _reading(store: Any) -> dict[str, Any]:
     """Engine, access and device model that a reader would use here, and why."""
+    from featstore.base.environment import MEMORY
     from featstore.base.files import direct_refusal
-    from featstore.engine import choose
-    from featstore.plan.cost import calibrated_engine, device_key, load_model
+    from featstore.plan.cost import device_key, load_model
+    from featstore.reader.options import as_memory, chosen_engine, memory_said
 
-    engine = choose("auto", calibrated_engine(store.path))
+    engine = chosen_engine(store.path, "auto", None, None)
     paths = [
         (store.path / t.entry.chunk_path(0), t.layout.chunk_bytes)
         for t in store.tables.values()
@@ -162,6 +163,8 @@ def _reading(store: Any) -> dict[str, Any]:
     return {
         "engine": engine.name,
         "engine_because": engine.because,
+        "memory_bytes": as_memory(MEMORY),
+        "memory_because": memory_said(MEMORY)[1],
         "access": access,
         "access_because": refusal or "the file system allows it",
         "model": {
@@ -225,6 +228,7 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
         facts(
             [
                 ("reading here", f"through {reading['engine']}: {reading['engine_because']}"),
+                ("  memory", f"{format_bytes(reading['memory_bytes'])}: {reading['memory_because']}"),
                 ("  access", f"{reading['access']}: {reading['access_because']}"),
                 ("  device model", f"{cost}; gaps of up to {model['gap_pages_max']} pages are read through"),
                 ("  threads", _threads(model, reading["engine"])),

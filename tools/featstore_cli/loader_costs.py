@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from featstore.base.environment import MEMORY
 from featstore_cli.options import SIZE, engine_option, json_option, shared_options
 from featstore_cli.output import print_json, show
 from featstore_cli.sample import Fanouts, chosen_graph, train_nodes
@@ -21,7 +22,7 @@ from featstore_cli.sample import Fanouts, chosen_graph, train_nodes
     help="Neighbours per node, hop by hop; -1 takes all.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=1024, help="Training nodes of a mini-batch.")
-@click.option("--memory", type=SIZE, default="1GiB", help="The loader's memory budget.")
+@click.option("--memory", type=SIZE, default=MEMORY, help="The loader's memory budget.")
 @click.option(
     "--disk", metavar="SIZE|Nx", help="Disk that may be taken: a size, or a multiple of the tables."
 )

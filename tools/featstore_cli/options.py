@@ -89,10 +89,12 @@ class Size(click.ParamType):  # type: ignore[type-arg]
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from featstore.base.environment import Unsaid
+        from featstore.reader.options import as_memory
         from featstore.units import parse_bytes
 
         try:
-            return parse_bytes(value)
+            return as_memory(value) if isinstance(value, Unsaid) else parse_bytes(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from featstore.base.environment import MEMORY
 from featstore_cli.options import SIZE, json_option, read_ids, settings, shared_options
 from featstore_cli.output import facts, print_json, progress, rate_text, seconds_text, show, table
 
@@ -59,7 +60,7 @@ class Fanouts(click.ParamType):  # type: ignore[type-arg]
     "--graph", metavar="NAME", help="The graph, where the store has several, or tables of several types."
 )
 @click.option(
-    "--memory", type=SIZE, default="1GiB", help="Memory for the graph, or for reading it from disk."
+    "--memory", type=SIZE, default=MEMORY, help="Memory for the graph, or for reading it from disk."
 )
 @click.option(
     "--in-memory/--from-disk",

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from featstore.base.environment import MEMORY
 from featstore_cli.options import SIZE, chosen_table, json_option, shared_options
 from featstore_cli.output import facts, print_json, progress, remark, seconds_text, show, table
 from featstore_cli.sample import Fanouts, chosen_graph, train_nodes
@@ -23,7 +24,7 @@ from featstore_cli.sample import Fanouts, chosen_graph, train_nodes
     help="Neighbours per node, hop by hop; -1 takes all.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=1024, help="Training nodes of a mini-batch.")
-@click.option("--memory", type=SIZE, default="1GiB", help="The online loader's memory budget.")
+@click.option("--memory", type=SIZE, default=MEMORY, help="The online loader's memory budget.")
 @click.option(
     "--train",
     metavar="NAME|FILE",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
+from featstore.base.environment import MEMORY
 from featstore.base.system import free_bytes
 from featstore.compile.budget import parse_disk
 from featstore.compile.forecast import CompileForecast
@@ -24,11 +25,10 @@ from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.shares import MemoryShares, wanted_bytes
 from featstore.loaders.train import forecast_once
 from featstore.loaders.whole import WantedRows
-from featstore.reader.options import check_reading
+from featstore.reader.options import as_memory, check_reading
 from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler, sampler_needs
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
-from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
@@ -57,7 +57,7 @@ class Training:
 def loader_costs(
     store: OpenStore, batches: Sampler | None = None, *, seeds: Any = None,
     fanouts: Sequence[int] | None = None, batch_size: int = 1024, seed: int = 0, graph: str | None = None,
-    memory: int | str = "1GiB", disk: int | str | None = None, repeat: bool | None = None, epochs: int = 10,
+    memory: int | str = MEMORY, disk: int | str | None = None, repeat: bool | None = None, epochs: int = 10,
     train_seconds: float | None = None, nodes: Callable[[Any], Any] | None = None,
     epoch_batches: int | None = None, seconds: float = LOOKED_SECONDS, share: float = LOOKED_SHARE,
     engine: str = "auto", queue_depth: int = 128, verify: bool = True,
@@ -84,7 +84,7 @@ def loader_costs(
     Raises ArgumentError, SourceError, and what opening a sampler and sampling raise. A mode that cannot be
     had is no error: its cost says why.
     """
-    store, memory_bytes = as_store(store), parse_bytes(memory, "memory")
+    store, memory_bytes = as_store(store), as_memory(memory)
     check_reading(engine, queue_depth, verify, threads=threads)
     parse_disk(disk, store)
     epochs = args.as_count(epochs, "epochs")

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from featstore.base.environment import MEMORY
 from featstore.errors import BudgetError
 from featstore.loaders.mega.drawing import LocalSample
 from featstore.loaders.mega.largest import LargestDrawn
 from featstore.loaders.mega.sets import PartitionSets
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
+from featstore.reader.options import as_memory
 from featstore.reader.reader import Reader
 from featstore.storage.edge_types import joined_name
-from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, Table
@@ -33,7 +34,7 @@ class EdgeRows:
     is; else there is one of each."""
 
     def __init__(
-        self, store: OpenStore, tables: str | Sequence[str], *, memory: int | str = "1GiB",
+        self, store: OpenStore, tables: str | Sequence[str], *, memory: int | str = MEMORY,
         engine: str = "auto", queue_depth: int = 128, verify: bool = True, threads: int | None = None,
         **_: Any,
     ) -> None:  # fmt: skip
@@ -41,7 +42,7 @@ class EdgeRows:
         self.tables: dict[str, Table] = {name: store.table(name) for name in tables}
         types = {joined_name(edge_type): edge_type for edge_type in store.edge_types}
         self._types = {name: types.get(name) for name in self.tables}
-        self._budget_bytes = parse_bytes(memory, "memory")
+        self._budget_bytes = as_memory(memory)
         needs = [table_need(table, verify) for table in self.tables.values()]
         beside = _READING_BYTES + 8 * max(need.row_bytes for need in needs)
         self.memory_bytes = own_bytes(self._budget_bytes, needs, beside)

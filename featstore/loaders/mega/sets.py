@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count
+from featstore.base.environment import MEMORY
 from featstore.base.system import submitted
 from featstore.base.threads import shut_down
 from featstore.loaders.mega.largest import LargestDrawn
@@ -32,9 +33,8 @@ from featstore.loaders.mega.parts import Parts
 from featstore.loaders.mega.resident import ResidentTier
 from featstore.loaders.mega.schedule import Schedule
 from featstore.loaders.prefetch import LoaderBase
-from featstore.reader.options import check_reading
+from featstore.reader.options import as_memory, check_reading
 from featstore.storage.store import as_store
-from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.engine import EngineChoice
@@ -68,7 +68,7 @@ class PartitionSets(LoaderBase):
     """
 
     def __init__(
-        self, store: OpenStore, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None,
+        self, store: OpenStore, *, memory: int | str = MEMORY, train: Any = None, graph: str | None = None,
         hubs: int | None = None, resident: int | None = None, replaced: int | None = None, seed: int = 0,
         drawn: LargestDrawn | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
         threads: int | None = None, node_ids: NDArray[Any] | None = None,
@@ -79,7 +79,7 @@ class PartitionSets(LoaderBase):
         replaced = None if replaced is None else as_count(replaced, "replaced")
         hubs = None if hubs is None else as_count(hubs, "hubs", 0)
         self.store, self.seed = as_store(store), as_count(seed, "seed", 0)
-        self.memory_bytes = parse_bytes(memory, "memory")
+        self.memory_bytes = as_memory(memory)
         check_reading(engine, queue_depth, verify, threads=threads)
         self.parts = Parts(store, graph)
         self._loading = Loading(

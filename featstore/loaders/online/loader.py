@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featstore import arguments as args
+from featstore.base.environment import MEMORY
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch, filled, wants_tensors
@@ -36,7 +37,7 @@ from featstore.loaders.online.extraction import EXTRACTED, Extraction
 from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import LoaderReport
-from featstore.reader.options import READING
+from featstore.reader.options import READING, as_memory
 from featstore.sampling.minibatch import Ids
 from featstore.storage.store import as_store
 from featstore.tiers.chosen import FIRST_POLICY
@@ -97,7 +98,7 @@ class OnlineLoader(PrefetchingLoader):
     report_stages: OnlineStages
 
     def __init__(
-        self, store: OpenStore, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto",
+        self, store: OpenStore, batches: Sampler, *, memory: int | str = MEMORY, policy: str = "auto",
         static: Any = None, warm: str | None = None, overtake: bool = False,
         nodes: Callable[[Any], Any] | None = None, device: Any = None,
         device_memory: int | str | None = None, device_policy: str = FIRST_POLICY, halo: TierSpec | None =
@@ -122,7 +123,7 @@ class OnlineLoader(PrefetchingLoader):
         args.check_options(reader, (*args.options_of(OnlineLoader), *READING), "OnlineLoader")
         self.extraction = Extraction(
             store,
-            parse_bytes(memory, "memory"),
+            as_memory(memory),
             policy=policy,
             static=static,
             warm=warm,
