@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import featstore
+from featstore.engine import ENGINES, choose
+from featstore.errors import EngineError
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +26,34 @@ rows = np.arange(3000, dtype=np.float32).reshape(100, 30)
 with featstore.pack(sys.argv[1] + "/store", rows) as store, store.reader(memory="16MiB") as reader:
     assert (reader.read([7, 3]) == rows[[7, 3]]).all()
 """
+
+
+ENGINE_BY_ENGINE = """
+import sys, numpy as np, featstore
+rows = np.arange(60, dtype=np.float32).reshape(20, 3)
+with featstore.pack("store", rows) as store:
+    for engine in sys.argv[1:]:
+        with store.reader(memory="16MiB", engine=engine) as reader:
+            assert (reader.read([7, 3]) == rows[[7, 3]]).all()
+            assert reader.stats().engine == engine
+print(sys.version_info[1])
+"""
+
+
+def pythons() -> dict[int, Path]:
+    """Pythons 3.12 and newer of this machine by their minor version, the newest first."""
+    kept = sorted((Path.home() / ".pyenv" / "versions").glob("*/bin"), reverse=True)
+    folders = [*kept, *(Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder)]
+    found: dict[int, Path] = {}
+    for folder in folders:
+        for path in folder.glob("python3.*"):
+            name = re.fullmatch(r"python3\.(\d+)", path.name)
+            if name and int(name[1]) >= 12 and folder.name != "shims" and os.access(path, os.X_OK):
+                found.setdefault(int(name[1]), path)
+    return dict(sorted(found.items(), reverse=True))
+
+
+PYTHONS = pythons()
 
 
 def run(words: list[str], cwd: Path, path: Path | None = None) -> str:
@@ -54,6 +86,41 @@ def test_the_wheel_is_all_that_is_needed(built: dict[str, Path], tmp_path: Path)
     run([sys.executable, "-c", USE, str(home)], tmp_path, home)
     command = [sys.executable, str(home / "bin" / "featstore"), "inspect", str(home / "store")]
     assert "100" in run(command, tmp_path, home)
+
+
+def attempt(words: list[str], cwd: Path) -> None:
+    """Run what needs more of the machine than the repository can bring; skip, and say why, where it fails."""
+    try:
+        run(words, cwd)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"{' '.join(map(str, words[:5]))}: {str(error).strip()[:400]}")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("minor", list(PYTHONS) or [None])
+def test_newer_pythons_install_and_use_the_wheel(
+    built: dict[str, Path], tmp_path: Path, minor: int | None
+) -> None:
+    if minor is None:
+        pytest.skip("no Python 3.12 or newer on PATH or in ~/.pyenv/versions")
+    if minor != max(PYTHONS) and os.environ.get("TEST_PYTHONS") != "all":
+        pytest.skip("only the newest Python is tried; TEST_PYTHONS=all tries the others")
+    attempt([str(PYTHONS[minor]), "-m", "venv", str(tmp_path / "venv")], tmp_path)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    install = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    known = ["-c", str(ROOT / "constraints.txt"), "--only-binary", ":all:", "--retries", "1"]
+    attempt([*install, *known, *needs], tmp_path)
+    run([*install, "--no-index", str(built[".whl"])], tmp_path)  # nothing more is needed
+    working = []
+    for engine in ENGINES:
+        try:
+            working.append(choose(engine).name)
+        except EngineError:
+            assert engine == "uring"  # the others work anywhere
+    assert run([python, "-c", ENGINE_BY_ENGINE, *working], tmp_path).strip() == str(minor)
+    assert f"Python :: 3.{minor}" in (ROOT / "pyproject.toml").read_text(), "it works: say so"
+    assert "20" in run([str(tmp_path / "venv" / "bin" / "featstore"), "inspect", "store"], tmp_path)
 
 
 def test_the_citation_is_of_this_version() -> None:
