@@ -42,7 +42,8 @@ class FrameRows(ColumnRows):
     ) -> None:
         self._sliced = frame if hasattr(frame, "iloc") else None
         self._table = frame_table(frame if self._sliced is None else frame.iloc[:0], name)
-        known = set(map(str, getattr(frame, "columns", ()))) or set(self._table.column_names)
+        indexed = self._sliced is not None and hasattr(frame, "index")  # of pandas
+        known = set(map(str, frame.columns if indexed else self._table.column_names))
         index = [one for one in self._table.column_names if one not in known]
         if index and columns is None and id is None:
             raise id_error(name, index[0], "it is the frame's index")
