@@ -131,6 +131,11 @@ def of_partitions(store: featstore.Store, train: Any, given: dict[str, Any]) -> 
     return epoch
 
 
+def stage_seconds(before: Any, after: Any, epochs: int) -> dict[str, float]:
+    """Of an epoch, by stage, between two reports of a loader."""
+    return {stage: (s - before.seconds.get(stage, 0.0)) / epochs for stage, s in after.seconds.items()}
+
+
 def by_loader(given: dict[str, Any], training: Training) -> dict[str, Any]:
     """Epochs of one mode. ``order`` is "random" or "partition"."""
     train = np.load(given["train"])
@@ -156,13 +161,11 @@ def by_loader(given: dict[str, Any], training: Training) -> dict[str, Any]:
             between = loader.report()
             trained = [epoch_of(epoch(), 1e9, training) for _ in range(given["epochs"])]
             after = loader.report()
-            stages = {
-                stage: (seconds - between.seconds.get(stage, 0.0)) / max(1, given["epochs"])
-                for stage, seconds in after.seconds.items()
-            }
+            stages = stage_seconds(between, after, max(1, given["epochs"]))
             return {
                 "open_seconds": opened, "first": first, "alone": alone, "epochs": trained,
                 "bytes_read": between.bytes_read - before.bytes_read, "stages": stages,
+                "alone_stages": stage_seconds(before, between, 1),
                 "report": after.to_dict(),
             }  # fmt: skip
 

@@ -8,11 +8,11 @@ Rows of 512 B, each on a page of its own; the limit is fio, 4 KiB random direct 
 the store, each process with the queue depth that our reader has altogether; and 512 KiB sequential ones.
 Pinned to one core both have one process and one ring. The engine is the one that is picked by itself, not
 calibrated for how many rings it may take: it goes by how busy its cores are. The longest gap to read through
-is calibrated. Checksums are verified.
+is calibrated. Checksums are verified but where a line says otherwise.
 
 Where the device's reads are themselves work of the cores, as on compressed RAM, fio's rate leaves none for
-what fio does not do. *The cores' bound* is the rate at which the same cores read as fio does and verify as we
-do, both as timed in this run; what we take beyond is copying rows to where they are wanted.
+what fio does not do. Dense and sequential reads are measured without checksums, too, without a bar: what they
+reach beyond those with checksums is the checksums' price.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from featstore.reader.report import ReaderStats
 DEPTH = 128
 APART_PAGES = 3
 CACHE = "cold (direct I/O)"
+NO_CHECKS = ", checksums off"
 EXTRAPOLATED_CORES, EXTRAPOLATED_DISKS = (1, 16, 64), (1e5, 1e6, 3e6)
-RINGS = uring._RINGS  # that the engine takes at most where nobody says how many
+LATENCY = 80e-6  # of a read of 4 KiB, as disks of a million reads a second have it
 ROOM = 2.4  # of the device, over the table's size: rows that are given one by one are written twice
 
 
@@ -57,12 +58,15 @@ class Fast:
         self.tables, self.settings = tables, settings
         self.count = tables.pages // (2 * APART_PAGES + 4)
         self.out = np.ones((tables.pages, COLUMNS), np.float32)
+        self.whole = np.ones((tables.rows, COLUMNS), np.float32)  # its memory is there
         self.cores = sorted(os.sched_getaffinity(0))
         self.processes = [1 << k for k in range(len(self.cores).bit_length()) if 1 << k <= len(self.cores)]
         self.contenders: list[Contender] = []
         self._closing = ExitStack()
+        self._readers: list[featstore.Reader] = []
         self._store = self._closing.enter_context(featstore.open(tables.store()))
-        model = measure(tables.store(), seconds=settings.seconds).model
+        # of the table itself: there is no room beside it
+        model = measure(tables.store(), "uring", seconds=settings.seconds, data_bytes_min=0).model
         self.model = msgspec.structs.replace(model, threads=None)
 
     def reader(self, **options: Any) -> featstore.Reader:
@@ -70,9 +74,16 @@ class Fast:
             memory="512MiB", static=None, queue_depth=DEPTH, model=self.model, **options
         )
         self._closing.callback(reader.close)
+        self._readers.append(reader)
         for _ in range(3):  # compiles, wakes what there is, and lets the rings find their number
             reader.read(isolated_ids(self.tables, self.count, seed=1, apart_pages=APART_PAGES))
         return reader
+
+    @property
+    def rings_max(self) -> int:
+        """That a reader has room for, however many cores there are."""
+        budget = self._readers[0].budget
+        return uring.rings_max(DEPTH, budget.staging_bytes, budget.extent_bytes_max)
 
     def add(self, name: str, unit: str, run: Callable[[int], Sample]) -> None:
         self.contenders.append(Contender(name, unit, CACHE, run))
@@ -105,6 +116,7 @@ class Fast:
     def random(self, name: str, pinned: bool = False, **options: Any) -> None:
         with self.on_one_core(pinned):
             reader = self.reader(**options)
+        warm = reader.stats()  # what kernels take to load does not count as planning
 
         def run(number: int) -> Sample:
             amount, seconds, cpu = 0, 0.0, 0.0
@@ -120,14 +132,15 @@ class Fast:
                     amount += len(ids)
                     check_rows(ids, out)
             stats = reader.stats()
-            planning = stats.seconds_planning / max(1, stats.rows_asked)
+            planning = (stats.seconds_planning - warm.seconds_planning) / (stats.rows_asked - warm.rows_asked)
             rings = getattr(reader._engine, "_working", None)
             return Sample(amount, seconds, cpu, {"rings": rings, "planning_seconds": planning})
 
         self.add(name, "reads/s", run)
 
-    def dense(self) -> None:
-        reader = self.reader()
+    def dense(self, verify: bool = True) -> None:
+        reader = self.reader(verify=verify)
+        less = "" if verify else NO_CHECKS
         for name, share in (("featstore, half of all pages", 0.5), ("featstore, every page", 1.0)):
 
             def run(number: int, share: float = share) -> Sample:
@@ -140,8 +153,8 @@ class Fast:
                 spent = cpu_seconds() - cpu
                 return Sample(reads / 1e6, seconds, spent, own_work(before, reader.stats(), reads / 1e6))
 
-            self.add(name, "MB/s", run)
-        whole = np.ones((self.tables.rows, COLUMNS), np.float32)  # its memory is there
+            self.add(name + less, "MB/s", run)
+        whole = self.whole
 
         def runs(_: int) -> Sample:
             before, cpu, begin = reader.stats(), cpu_seconds(), time.perf_counter()
@@ -151,7 +164,7 @@ class Fast:
             amount, spent = whole.nbytes / 1e6, cpu_seconds() - cpu
             return Sample(amount, seconds, spent, own_work(before, reader.stats(), amount))
 
-        self.add("featstore, all rows in order", "MB/s", runs)
+        self.add("featstore, all rows in order" + less, "MB/s", runs)
 
     def close(self) -> None:
         self._closing.close()
@@ -165,14 +178,11 @@ def own_work(before: ReaderStats, after: ReaderStats, megabytes: float) -> dict[
     }
 
 
-def bounds(ours: Series, series: dict[str, Series], names: list[str], cores: int) -> tuple[float, float]:
-    """Medians over the rounds of what the cores could do, over fio's best: read and verify; and copy."""
-    found = []
-    for number, sample in enumerate(ours.samples):
-        best = max(series[n].samples[number].rate for n in names)
-        verify, copy = (sample.extra[what] / cores for what in ("verify", "copy"))
-        found.append((1 / (1 + best * verify), 1 / (1 + best * (verify + copy))))
-    return median(one for one, _ in found), median(two for _, two in found)
+def core_seconds(ours: Series) -> list[float]:
+    """Medians over the rounds, of a gigabyte: seconds of the cores that verifying takes, copying, and all."""
+    samples = ours.samples
+    spent = [(s.extra["verify"], s.extra["copy"], (s.cpu_seconds or 0.0) / s.amount) for s in samples]
+    return [1e3 * median(one[k] for one in spent) for k in range(3)]
 
 
 def over_best(ours: Series, series: dict[str, Series], names: list[str]) -> float:
@@ -181,9 +191,10 @@ def over_best(ours: Series, series: dict[str, Series], names: list[str]) -> floa
     return median(ours.samples[r].rate / max(series[n].samples[r].rate for n in names) for r in rounds)
 
 
-def extrapolated(series: dict[str, Series]) -> list[list[Any]]:
-    """Rows a second that cores and disks should give, and what would bind: a ring's rate times rings, less
-    what a second ring was short of twice as much, for each doubling; and the one thread that plans."""
+def extrapolated(series: dict[str, Series], most: int) -> list[list[Any]]:
+    """Rows a second that cores and disks should give, and what would bind: a ring's rate times rings, of
+    which there are ``most`` at most, less what a second ring was short of twice as much, for each doubling;
+    and the one thread that plans."""
     several, one = series["featstore"], series["featstore, one ring"]
     rings_measured = median(sample.extra["rings"] for sample in several.samples)
     ring = median(sample.rate for sample in one.samples)
@@ -195,7 +206,7 @@ def extrapolated(series: dict[str, Series]) -> list[list[Any]]:
     planning = 1 / median(sample.extra["planning_seconds"] for sample in several.samples)
     rows = []
     for cores in EXTRAPOLATED_CORES:
-        rings = min(cores, RINGS)
+        rings = min(cores, most)
         limits = {f"{rings} ring{'s' * (rings > 1)}": ring * rings * doubling ** math.log2(rings)}
         if cores == 1:
             limits = {"the core": median(sample.rate for sample in series["featstore, pinned"].samples)}
@@ -203,7 +214,7 @@ def extrapolated(series: dict[str, Series]) -> list[list[Any]]:
             limits["planning, on one core"] = planning
         for disk in EXTRAPOLATED_DISKS:
             binds, rate = min({**limits, "the disk": disk}.items(), key=lambda limit: limit[1])
-            rows.append([cores, disk, rate, binds])
+            rows.append([cores, disk, rate, binds, rate * LATENCY])
     return rows
 
 
@@ -230,10 +241,11 @@ def main(settings: Settings, zram: bool) -> None:
         fast.random("featstore, engine threads", engine="threads")
         fast.random("featstore, pinned", pinned=True)
         fast.dense()
+        fast.dense(verify=False)
         report = Report("fast_device", "A device that outruns a core", {
             "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "rows_per_request": fast.count,
             "queue_depth": DEPTH, "pages_apart_min": APART_PAGES, "rounds": settings.rounds, "zram": zram,
-            "fio_processes": fast.processes, "checksums": "on",
+            "fio_processes": fast.processes, "checksums": "on, but where a line says that they are off",
         }, settings.workspace)  # fmt: skip
         series = measure_rounds(fast.contenders, settings.rounds)
         report.series = list(series.values())
@@ -248,22 +260,24 @@ def main(settings: Settings, zram: bool) -> None:
             Claim("both pinned to one core: rows/s over fio's reads/s",
                   over_best(series["featstore, pinned"], series, [fio_name("random, pinned", 1)]), 1.0),
             *(Claim(f"{name.removeprefix('featstore, ')}: bytes/s over fio's sequential, its best",
-                    over_best(series[name], series, sequential), 0.9)
+                    over_best(series[name], series, sequential), None if name.endswith(NO_CHECKS) else 0.9)
               for name in series if name.startswith("featstore") and series[name].unit == "MB/s"),
         ]  # fmt: skip
-        if zram:
-            report.table("What bounds reads of runs, over fio's sequential rate", [
-                "reads", "measured", "the cores' bound: read and verify", "read, verify and copy",
-            ], [
-                [name.removeprefix("featstore, "), over_best(one, series, sequential),
-                 *bounds(one, series, sequential, len(fast.cores))]
-                for name, one in series.items() if name.startswith("featstore") and one.unit == "MB/s"
-            ])  # fmt: skip
+        report.table("Reads of runs: seconds of the cores for a gigabyte, summed over threads", [
+            "reads", "over fio's sequential rate", "verify", "copy", "all, reads included",
+        ], [
+            [name.removeprefix("featstore, "), over_best(one, series, sequential), *core_seconds(one)]
+            for name, one in series.items() if name.startswith("featstore") and one.unit == "MB/s"
+        ])  # fmt: skip
         report.table("Extrapolated from these slopes, measured nowhere: rows of 512 B, one on a page", [
-            "cores", "disk, reads/s", "rows/s", "bound by",
-        ], extrapolated(series))  # fmt: skip
+            "cores", "disk, reads/s", "rows/s", "bound by", f"reads under way, at {LATENCY * 1e6:.0f} µs",
+        ], extrapolated(series, fast.rings_max))  # fmt: skip
         rings = [sample.extra["rings"] for sample in series["featstore"].samples]
-        report.notes = [f"Rings at work in the rounds: {', '.join(map(str, rings))}."]
+        report.notes = [
+            f"Rings at work in the rounds: {', '.join(map(str, rings))}.",
+            f"A queue depth of {DEPTH} has room for {fast.rings_max} rings. Where more reads have to be "
+            "under way than that, it is the limit before the others: `queue_depth=` asks for more.",
+        ]
         report.save(settings.out, settings.quick)
 
 

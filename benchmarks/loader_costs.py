@@ -148,7 +148,7 @@ class Turn:
     def bytes_ratio(self, mode: str) -> float:
         # A rolling loader counts what it trains on, not what preparing reads.
         read = self.cost.bytes_read - (self.cost.prepare_bytes_read if mode == "rolling" else 0)
-        return read / self.found.bytes_read
+        return read / max(1.0, self.found.bytes_read)  # nothing is read where all fits memory
 
 
 def measured(store: featstore.Store, how: dict[str, Any], rounds: int, device: str) -> dict[str, list[Turn]]:

@@ -14,7 +14,8 @@ dropped before each, and reads are direct but for np.memmap's. Of a loader, one 
 epoch is held against its slowest stage alone, too: loading without training, or the model alone as the
 plain loop's clock has it. *The disk's bound* is what fio would take for as many bytes, in pages at random
 for online and for rows in the base table, in sequence for all others, in the same run. *Where the time
-goes*: what stages are busy for, or wait, in an epoch that is trained on, in seconds of all their threads.
+goes*: what stages are busy for, or wait, in seconds of all their
+threads: in an epoch that is trained on, and in one that is not.
 """
 
 from __future__ import annotations
@@ -203,10 +204,11 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
         "of fio's rate, nobody trains", "bytes read",
         "s, before the first epoch that counts", "peak RSS", "peak charged",
     ], rows)  # fmt: skip
-    report.table("Where the time goes, seconds of an epoch", ["rows from", *STAGES.values()], [
-        [name, *(median(of[name]["stages"].get(stage, 0.0) for of in rounds) or None for stage in STAGES)]
-        for name in WAYS if all("failed" not in of[name] for of in rounds)
-    ])  # fmt: skip
+    for title, key in (("", "stages"), (" that nobody trains on", "alone_stages")):
+        report.table(f"Where the time goes, seconds of an epoch{title}", ["rows from", *STAGES.values()], [
+            [name, *(median(of[name][key].get(stage, 0.0) for of in rounds) or None for stage in STAGES)]
+            for name in WAYS if all("failed" not in of[name] for of in rounds)
+        ])  # fmt: skip
     measured = min(
         (
             one["epochs"][0]["batches"]

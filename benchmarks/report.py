@@ -5,8 +5,8 @@ markers.
     python benchmarks/report.py --check    # exit status 1 where the page or a plot is not up to date
 
 ``<!-- NAME:claims -->`` ... ``<!-- end -->`` holds a result's claims, ``NAME:tables`` all of its other tables
-and notes, and ``machine`` the machine; every result must come from the same one. Plots lie beside the page,
-in ``plots``.
+and notes, ``machine`` the machine, and ``summary`` what was missed. Every result must come from the same
+machine. Plots lie beside the page, in ``plots``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ PLOTS = {
         "seconds",
     ),
 }
+#: Claims that stand at the top of the page, by benchmark.
+HEADLINES = {
+    ("gather", "rows/s of uring over fio's reads/s"),
+    ("gather", "uring over np.memmap, cold"),
+    ("fast_device", "random rows/s over fio's reads/s, its best number of processes"),
+    ("modes", "compiled: epoch over that with everything in memory"),
+    ("modes", "online, random order: epoch over that with everything in memory"),
+}
 _BLOCK = re.compile(r"<!-- (?P<what>[a-z_]+(?::[a-z]+)?) -->\n.*?<!-- end -->", re.DOTALL)
 _SAME = ("cpu", "cores", "memory_bytes", "disk")
 
@@ -58,10 +66,25 @@ def load(directory: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """A few ratios that say most, and every claim that is not met."""
+    head, missed = [], []
+    for name, result in results.items():
+        _, rows = claim_cells(result)
+        head += [[name, *row[:2]] for row in rows if (name, row[0]) in HEADLINES]
+        missed += [[name, *row[:3]] for row in rows if row[3] == "NOT MET"]
+    count = sum(claim["met"] is not None for result in results.values() for claim in result["claims"])
+    texts = ["Ratios that say most:", markdown(["benchmark", "claim", "measured"], head)] if head else []
+    texts.append(f"Not met, {len(missed)} of {count} claims with a bar (that of the run):")
+    return "\n\n".join([*texts, markdown(["benchmark", "claim", "measured", "bar"], missed)])
+
+
 def block(what: str, results: dict[str, dict[str, Any]]) -> str:
     """The text of one block."""
     if what == "machine":
         return machine(results)
+    if what == "summary":
+        return summary(results)
     name, _, part = what.partition(":")
     if name not in results:
         return f"*Not measured yet: `python benchmarks/run.py {name}`.*"

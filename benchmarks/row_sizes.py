@@ -288,7 +288,7 @@ def main(settings: Settings) -> None:
         "table_bytes": settings.size_bytes, "row_bytes": list(ROW_BYTES), "pages_per_wanted_page": DENSITY,
         "queue_depth": DEPTH, "memory_share": MEMORY_SHARE, "batches": BATCHES, "rounds": settings.rounds,
     }, settings.workspace)  # fmt: skip
-    model = measure(settings.workspace, "auto", seconds=2 * settings.seconds).model
+    model = measure(settings.workspace, "uring", seconds=2 * settings.seconds).model
     found = []
     for row_bytes in ROW_BYTES:
         size = Size(row_bytes, settings)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from featstore._version import __version__
 
 if TYPE_CHECKING:
+    from featstore import errors as errors
     from featstore.engine.request import Request
     from featstore.front.compiling import compile_trace
     from featstore.front.exporting import export

@@ -35,6 +35,9 @@ class SplitStore(WholeStore, Store):
             return WholeStore.table(self, name)
         return self._table_array(WholeStore.table(self, name), memory, options)
 
+    def __repr__(self) -> str:
+        return f"<SplitStore {str(self.path)!r}>"  # all hosts open it, together: no call alone does
+
     def reader(  # type: ignore[override]
         self, *, tiers: Sequence[TierSpec] = (), memory: int | str = "1GiB", **options: Any
     ) -> TieredReader:

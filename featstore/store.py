@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import check_options, known_name, need_package, options_of
+from featstore.base.called import called
 from featstore.base.sheets import Sheet, Shown
 from featstore.errors import ArgumentError
 from featstore.storage.manifest import GATHERED_FEATURE
@@ -90,6 +91,9 @@ class Store(Shown, OpenStore):
 
     def _sheet(self) -> Sheet:
         return store_sheet(self)
+
+    def __repr__(self) -> str:
+        return called("featstore.open", self.path)
 
     @overload
     def table(self, name: str) -> Table: ...

@@ -1,4 +1,4 @@
-"""The examples and the README's code run as they stand, and give what they say."""
+"""The examples run as they stand, and give what they say."""
 
 from __future__ import annotations
 
@@ -18,31 +18,6 @@ import featstore
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
-
-#: What the README's reader is assumed to have.
-PRELUDE = """\
-import numpy as np
-
-rng = np.random.default_rng(0)
-ids = rng.integers(0, 300, 50)
-buffer = np.empty((50, 16), np.float32)
-train_ids, epochs = np.arange(0, 300, 3), 1
-sampler = [rng.integers(0, 300, 40) for _ in range(5)]
-"""
-#: What must hold after its code has run.
-CHECKS = """
-features = np.load("features.npy")
-assert (x == features[ids]).all()
-assert store.tables["features"].rows_by_degree() is not None
-assert (batch.x == features[batch.n_id]).all()
-assert batch.edge_index.shape[0] == 2 and batch.batch_size == len(train_ids)
-with loader:
-    for other in loader:
-        assert (other.x == features[sampler[other.index]]).all()
-assert nodes.tolist() == [1, 0]
-assert (store.arrays["labels"] == np.load("labels.npy")).all()
-"""
-
 
 #: What examples import of others takes longer than they do. This imports it, and nothing of featstore, and
 #: has each program run in a process of its own, which begins with that. So do the hosts of an example, which
@@ -253,19 +228,3 @@ def test_types_are_trained_on(run: Run, tmp_path: Path) -> None:
     assert float(found[1]) > 0.8  # a third by chance
     assert re.search(r"dependencies, test: [0-9.]+ are right", printed)
     assert "exported 400 rows, all as given: True" in printed
-
-
-def test_readme_code_runs(run: Run, tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text().partition("## Use it")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert blocks
-    rng = np.random.default_rng(0)
-    np.save(tmp_path / "features.npy", rng.standard_normal((300, 16), np.float32))
-    np.save(tmp_path / "labels.npy", np.arange(300) % 5)
-    np.savez(tmp_path / "graph.npz", indptr=np.arange(0, 1201, 4), indices=rng.integers(0, 300, 1200))
-    (tmp_path / "papers.csv").write_text("doi,year,cited\n10.1/b,2001,7\n10.1/a,2002,8\n10.1/c,2003,9\n")
-    (tmp_path / "cites.csv").write_text("source,target\n10.1/a,10.1/c\n10.1/c,10.1/b\n")
-    (tmp_path / "readme.py").write_text(PRELUDE + "".join(blocks) + CHECKS)
-    out = run(["readme.py"], tmp_path)
-    assert "table 'features': 50 ids" in out
-    assert "What a reader has counted" in out

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import featstore
+
 ROOT = Path(__file__).parents[1]
 
 USE = """
@@ -52,6 +54,16 @@ def test_the_wheel_is_all_that_is_needed(built: dict[str, Path], tmp_path: Path)
     run([sys.executable, "-c", USE, str(home)], tmp_path, home)
     command = [sys.executable, str(home / "bin" / "featstore"), "inspect", str(home / "store")]
     assert "100" in run(command, tmp_path, home)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    """And the first page leads to it, as it does not stand at the root."""
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "docs" / "CITATION.cff").read_text())
+    assert cited["version"] == featstore.__version__
+    assert cited["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert "(docs/CITATION.cff)" in (ROOT / "README.md").read_text()
 
 
 def test_the_source_distribution_makes_the_same_wheel(built: dict[str, Path], tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_store_and_its_tables_show_themselves(made: featstore.Store) -> None:
         assert NASTY in text
         assert NASTY not in html
         assert "a&lt;&amp;&quot;&#x27;&gt;b" in html
-        assert repr(shown).startswith("<")
+        assert repr(eval(repr(shown), {"featstore": featstore})) == repr(shown)
 
 
 def test_readers_plans_and_counts_show_themselves(made: featstore.Store) -> None:
@@ -111,6 +111,63 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(saved: Any, tmp_path: 
     assert path.read_text() == "mine"
     assert saved.save(path, overwrite=True) == path
     assert json.loads(path.read_text())["schema"].startswith("featstore.")
+
+
+def test_what_can_be_made_again_says_how(made: featstore.Store) -> None:
+    def again(one: Any) -> Any:
+        return eval(repr(one), {"featstore": featstore})
+
+    with again(made) as store:
+        assert store.uuid == made.uuid
+    for table in (made.tables["features"], made.table("features/offsets")):
+        assert again(table).entry == table.entry
+    assert again(made.graphs["features"]).edges == 3000
+    for options in (
+        {"memory": "16MiB", "engine": "threads", "tables": ["features"]},
+        {"memory": 1 << 24, "static": [1, 2]},
+        {"memory": "16MiB", "policy": "lru"},
+        {"memory": "16MiB", "tiers": [featstore.Buffer("s3-fifo", "1MiB", small=0.2), featstore.Static([3])]},
+        {"memory": "16MiB", "columns": [1, 2]},
+        {"memory": "16MiB", "device": "cpu", "device_memory": "1MiB"},
+    ):
+        with made.reader(**options) as one, again(one) as other:
+            assert type(other) is type(one)
+            assert repr(other) == repr(one)
+            assert other.memory() == one.memory()
+            assert (other.read([5, 3]) == one.read([5, 3])).all()
+    for options in ({}, {"policy": "lru"}, {"columns": [1]}):
+        with made.table("features", memory="16MiB", **options) as array, again(array) as other:
+            assert (other[:9] == array[:9]).all()
+    with made.reader(memory="16MiB") as one:
+        assert (again(featstore.TableArray(one, "features"))[:9] == one.read(range(9))).all()
+    how: Any = {"seeds": [1, 2, 3], "fanouts": (2,), "mode": "online", "memory": "32MiB", "halo": None}
+    with made.loader(**how) as loader, again(loader) as other:
+        assert [list(b.n_id) for b in other] == [list(b.n_id) for b in loader]
+        assert other.memory_bytes == loader.memory_bytes
+
+
+def test_what_cannot_be_made_again_is_no_program(made: featstore.Store) -> None:
+    with made.loader(seeds=np.arange(40), fanouts=(2,), mode="online", memory="32MiB") as loader:
+        assert "seeds=<ndarray [40]>" in repr(loader)
+    with made.loader([np.arange(9)], mode="online", memory="32MiB") as loader:
+        assert ".loader([<ndarray [9]>], mode='online'" in repr(loader)
+    with pytest.raises(SyntaxError):
+        eval(repr(loader))
+
+
+def test_mappings_of_a_store_say_what_is_in_them(made: featstore.Store) -> None:
+    assert repr(made.arrays) == "{'y': <int64 500>}"
+    assert eval(repr(made.tables), {"featstore": featstore})["features"].rows == 500
+    assert list(eval(repr(made.graphs), {"featstore": featstore})) == ["features"]
+    assert "3,000, with no values" in checked(made.graphs["features"])
+
+
+def test_costs_show_themselves(made: featstore.Store) -> None:
+    costs = made.loader_costs(seeds=np.arange(60), fanouts=(2,), batch_size=20, memory="32MiB", seconds=0.1)
+    html = checked(costs)
+    for mode in ("online", "compiled", "rolling", "partitions"):
+        assert f">{mode}<" in html
+    assert "What each mode would cost" in html
 
 
 def test_a_store_of_many_tables_with_long_names_stays_small(tmp_path: Path, pack: Any) -> None:

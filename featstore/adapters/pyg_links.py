@@ -72,8 +72,9 @@ class LinkNeighborLoader:
         edge_label_time: int64 [l], times of the links; needs ``time_attr``.
         neg_sampling: PyG's ``NegativeSampling``, a mapping of its arguments, ``"binary"`` or ``"triplet"``,
             or a :class:`featstore.sampling.links.Negatives`; ``neg_sampling_ratio`` is short for binary ones.
-        replace, disjoint, subgraph_type, weight_attr, time_attr, temporal_strategy, transform, batch_size,
-            shuffle, drop_last, attach, memory: as of :class:`~featstore.adapters.pyg_loader.NeighborLoader`.
+        replace, disjoint, subgraph_type, weight_attr, time_attr, temporal_strategy: as of
+            :class:`~featstore.adapters.pyg_loader.NeighborLoader`.
+        transform, batch_size, shuffle, drop_last, attach, memory: as of that, too.
         options: further ones of :meth:`featstore.Store.loader` for mini-batches that are given (``mode=``,
             ``rank=`` ...), ``seed=`` and ``graph=``; and those of PyG's and torch's loaders.
 

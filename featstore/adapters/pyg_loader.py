@@ -54,13 +54,13 @@ _WITHOUT_EFFECT = (
 class NeighborLoader:
     """Mini-batches as PyG's ``torch_geometric.loader.NeighborLoader`` gives them, from a store.
 
-    Each is a ``Data`` with ``x`` [m, *row shape], ``edge_index`` int64 [2, k], ``n_id`` int64 [m] (the seeds
-    first), ``batch_size``, ``input_id`` int64 [b] (places of the seeds in ``input_nodes``; of a mask, as in
-    PyG, their ids), ``num_sampled_nodes`` and ``num_sampled_edges``, and the store's arrays that have a value
-    for each node (``y``, ``train_mask`` ...), of its nodes; as in PyG, what has as many values as there are
-    nodes is taken for theirs. An array whose name means something else in a ``Data`` is left out, with a
+    Each is a ``Data`` with ``x`` [m, row shape ...], ``edge_index`` int64 [2, k], ``n_id`` int64 [m] (the
+    seeds first), ``batch_size``, ``input_id`` int64 [b] (places of the seeds in ``input_nodes``; of a mask,
+    as in PyG, their ids), ``num_sampled_nodes`` and ``num_sampled_edges``, and the store's arrays that have a
+    value for each node (``y``, ``train_mask`` ...), of its nodes; as in PyG, what has as many values as there
+    are nodes is taken for theirs. An array whose name means something else in a ``Data`` is left out, with a
     warning. Where the graph keeps the numbers of its edges, there is ``e_id`` int64 [k], ``edge_attr``
-    [k, *row shape], the rows of the store's only table of edges, if it has one, and the arrays that have a
+    [k, row shape ...], the rows of the store's only table of edges, if it has one, and the arrays that have a
     value for each edge (``edge_weight``, ``edge_time`` ...), of its edges; what of edges mini-batches cannot
     have, a warning says.
 

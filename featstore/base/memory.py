@@ -54,3 +54,10 @@ def check_machine(needed_bytes: int, what: str) -> None:
     file may claim any size."""
     if needed_bytes > memory_bytes():
         raise BudgetError(needed_bytes, memory_bytes(), what)
+
+
+def busy_core_seconds() -> float:
+    """Seconds of all cores that any program had, since the system started."""
+    text = Path("/proc/stat").read_text("utf-8", "replace")
+    user, nice, system, _idle, _waiting, irq, soft = (int(one) for one in text.split()[1:8])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")

@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, shown
+from featstore.arguments import as_callback, as_choice, as_count, as_flag, as_path, shown
+from featstore.base.progress import watched
 from featstore.compile.budget import LoaderBudget, parse_disk
 from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.decide import OURS, Policy, TableDecision, TableOptions, plan_table
@@ -41,7 +42,7 @@ from featstore.errors import ArgumentError, BudgetError, FeatstoreError
 from featstore.hosts.split_store import WholeStore
 from featstore.layout.records import encode_record, record_offsets
 from featstore.packing.packing import Progress
-from featstore.plan.cost import DeviceModel, device_key, load_model
+from featstore.plan.cost import DeviceModel, device_model
 from featstore.storage.belongings import NOTHING, STORE
 from featstore.storage.disk import Disk
 from featstore.storage.generations import current, names, writer_lock
@@ -77,13 +78,14 @@ _DISK_SLACK_BYTES = 1 << 20
 _MAP_BYTES, _STATE_BYTES = 8, 16
 
 
+@watched
 def compile_trace(
     store: OpenStore | str | os.PathLike[str], trace: Trace | str | os.PathLike[str], name: str = "default",
     *, memory: int | str = "1GiB", disk: int | str | None = None, train_memory: int | str | None = None,
     cache: int | str | None = None, device_memory: int | str = 0, residency: str = "min", seed: int = 0,
     resume: bool = False, overwrite: bool = False, dry_run: bool = False,
-    progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
-    model: DeviceModel | None = None, epoch_batches: Sequence[int] | None = None,
+    progress: bool | Callable[[Progress], None] | None = None, disk_door: Disk | None = None,
+    policy: Policy = OURS, model: DeviceModel | None = None, epoch_batches: Sequence[int] | None = None,
     read_times: int | None = None,
 ) -> Path | CompileForecast:  # fmt: skip
     """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens
@@ -116,8 +118,7 @@ def compile_trace(
     """
     for flag, value in (("resume", resume), ("overwrite", overwrite), ("dry_run", dry_run)):
         as_flag(value, flag)
-    if progress is not None:
-        as_function(progress, "progress")
+    progress = as_callback(progress, "progress")
     if not isinstance(policy, Policy):
         raise ArgumentError(f"policy must be a Policy, not {shown(policy)}")
     if not isinstance(model, DeviceModel | None):
@@ -205,7 +206,7 @@ class _Compiling:
         self.base, self.trace, self.options, self.policy = base, trace, options, policy
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
         self.generation = transaction.generation
-        self.model = model or load_model(device_key(base.on_disk.path, "uring", "direct"))
+        self.model = model or device_model(base.on_disk.path)
         times = options.read_times
         self._written_byte_seconds = 0.0 if times is None else packed_byte_seconds(self.model) / times
         self._progress = progress

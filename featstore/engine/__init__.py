@@ -72,16 +72,22 @@ class EngineChoice:
     because: str
 
 
-def choose(wanted: str = "auto") -> EngineChoice:
-    """The engine to use: ``wanted``, or with ``"auto"`` io_uring where it works and else threads.
+def choose(wanted: str = "auto", calibrated: tuple[str, str] | None = None) -> EngineChoice:
+    """The engine to use: ``wanted``; with ``"auto"`` the ``calibrated`` one (its name, and why), and without
+    one io_uring where it works and else threads.
 
     Raises ArgumentError, a ValueError, for an unknown name and EngineError, an OSError, where the engine
     asked for cannot work here.
     """
     as_choice(wanted, "engine", ("auto", *ENGINES))
-    name = cast(EngineName, "uring" if wanted == "auto" else wanted)
+    because = "asked for"
+    if wanted == "auto":
+        name, because = calibrated or ("uring", "io_uring works here")
+        as_choice(name, "the calibrated engine", ENGINES)
+    else:
+        name = wanted
     try:
-        _TABLE[name].probe()
+        _TABLE[cast(EngineName, name)].probe()
     except OSError as error:
         why = error.strerror or error
         if wanted == "auto":
@@ -90,8 +96,8 @@ def choose(wanted: str = "auto") -> EngineChoice:
         raise EngineError(
             f"the engine {name!r} cannot be used: {why}; ask for 'threads', or 'auto' for what works here"
         ) from error
-    LOG.info("engine %s", name)
-    return EngineChoice(name, "io_uring works here" if wanted == "auto" else "asked for")
+    LOG.info("engine %s: %s", name, because)
+    return EngineChoice(cast(EngineName, name), because)
 
 
 def engine_class(name: EngineName) -> type[Engine]:

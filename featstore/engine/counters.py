@@ -12,3 +12,8 @@ NS_COPY = 5
 LATENCY = 6  # the first of the latency buckets: bucket b holds reads of less than 2**b * 1.024 microseconds
 LATENCY_BUCKETS = 26
 COUNTERS = LATENCY + LATENCY_BUCKETS
+
+
+def latency_edge(bucket: int) -> float:
+    """The upper edge of a latency bucket, in microseconds. The last one also has what took longer."""
+    return round(2.0**bucket * 1.024, 3)

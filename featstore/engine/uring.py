@@ -33,9 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
-from featstore.base.native import (
-    address_of,
-)
+from featstore.base.native import address_of
 from featstore.base.system import available_cores, refusal, started
 from featstore.base.threads import SafeCondition, Wake
 from featstore.engine import lane as L
@@ -43,9 +41,7 @@ from featstore.engine.base import Engine, new_counters
 from featstore.engine.deliver import CLOCK_GETTIME
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
-from featstore.engine.liburing import (
-    library,
-)
+from featstore.engine.liburing import library
 from featstore.engine.ring_count import WINDOW_NS, RingCount
 from featstore.engine.ring_loop import (
     AT_ONCE,
@@ -63,7 +59,11 @@ from featstore.units import PAGE_BYTES
 RING_EXTENTS_MIN = 32  # a lane has a further ring for so many extents more
 _CHUNK_MAX = 16  # extents that a ring claims at once of a lane that it shares
 _RING_DEPTH_MIN = 8
-_RINGS = 8  # at most, where nobody says how many
+
+
+def rings_max(queue_depth: int, staging_bytes: int, extent_bytes_max: int) -> int:
+    """How many rings there is room for: each has 8 reads under way, and staging for two of the longest."""
+    return max(1, min(queue_depth // _RING_DEPTH_MIN, staging_bytes // (2 * extent_bytes_max)))
 
 
 class _Shared:
@@ -136,8 +136,8 @@ class _Ring:
 
 class UringEngine(Engine):
     """Reads through io_uring; see the module's text. ``threads``: as many rings work at most, by default as
-    many as there are cores, and up to 8; never more than there is depth and staging for. Raises OSError where
-    a ring cannot be opened; a further one that cannot is told by a warning."""
+    many as there are cores; never more than there is depth and staging for. Raises OSError where a ring
+    cannot be opened; a further one that cannot is told by a warning."""
 
     name = "uring"
     access: ClassVar[Access] = "direct"
@@ -145,8 +145,8 @@ class UringEngine(Engine):
     def __init__(
         self, queue_depth: int, staging_bytes: int, extent_bytes_max: int, threads: int | None = None
     ) -> None:
-        room = min(queue_depth // _RING_DEPTH_MIN, staging_bytes // (2 * extent_bytes_max))
-        rings = max(1, min(threads or min(available_cores(), _RINGS), room))
+        room = rings_max(queue_depth, staging_bytes, extent_bytes_max)
+        rings = min(threads or available_cores(), room)
         super().__init__(queue_depth, staging_bytes, extent_bytes_max, rings)
         self._library = library()
         self._arena = aligned_buffer(staging_bytes)

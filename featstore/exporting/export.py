@@ -21,7 +21,7 @@ from featstore.arguments import (
 )
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import parse_ids
-from featstore.base.progress import OnStep
+from featstore.base.progress import OnStep, watched
 from featstore.errors import ArgumentError, BudgetError, IdError
 from featstore.exporting.targets import Exported, RowBlocks, target_of
 from featstore.reader.columns import columns_of
@@ -36,11 +36,12 @@ _BLOCKS = 2  # one as read, one as written
 _KEY_BYTES = 512  # of a key, as an object and in the file's own form
 
 
+@watched
 def export_table(
     store: OpenStore | str | os.PathLike[str], table: str, to: str | os.PathLike[str], *, ids: Any = None,
     columns: Sequence[int] | slice | None = None, dtype: str | np.dtype[Any] | None = None,
     memory: int | str = "1GiB", overwrite: bool = False,
-    progress: OnStep | None = None, **reader: Any,
+    progress: bool | OnStep | None = None, **reader: Any,
 ) -> Path:  # fmt: skip
     """Write rows of a table to a file, row i being node i.
 
@@ -55,7 +56,8 @@ def export_table(
         dtype: to write, where it holds every value of the table's own (float32 for bfloat16, for instance).
         memory: budget for all that is held, bytes or ``"512MiB"``.
         overwrite: replace a file that is there already. A directory is never replaced.
-        progress: told "export", the rows written and the rows there are.
+        progress: told "export", the rows written and the rows there are; True for a line on standard error,
+            see :func:`featstore.pack`.
         reader: options of :meth:`featstore.Store.reader`: ``engine``, ``queue_depth``, ``threads``,
             ``verify``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, overload
 
 from featstore.store import Store
 
@@ -13,6 +13,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@overload
+def opening(make: Callable[P, Path]) -> Callable[P, Store]: ...
+@overload
+def opening(make: Callable[P, Path | R]) -> Callable[P, Store | R]: ...
 def opening(make: Callable[P, Path | R]) -> Callable[P, Store | R]:
     """``make``, but with the store open where it returns a path. What else it returns stays."""
 

@@ -33,12 +33,12 @@ from featstore.engine.request import Request
 from featstore.errors import ClosedError, FormatError, PeerError, SourceError
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import AnswerPlace, Ask
-from featstore.hosts.line import PLACES, HostLine, Outgoing, Serve, ServeLists, received_bytes
+from featstore.hosts.line import PLACES, POSTED, HostLine, Outgoing, Serve, ServeLists, received_bytes
 from featstore.hosts.wire import Wire
 
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
-_VERSION = 2
+_VERSION = 3
 _started: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -222,7 +222,9 @@ class Exchange(OneProcess):
         """Memory that the lines take."""
         room = received_bytes(body_bytes, ids_max, tables)
         place = body_bytes + 8 * ids_max
-        return (hosts - 1) * (PLACES * (place + 8 * ids_max) + 2 * room + (PLACES + 3) * ms.HEADER_BYTES)
+        return (hosts - 1) * (
+            PLACES * (place + 8 * ids_max) + (POSTED + 1) * room + (PLACES + POSTED + 2) * ms.HEADER_BYTES
+        )
 
     # Failing.
 

@@ -21,6 +21,10 @@ from featstore.hosts.asks import AnswerPlace, Ask
 from featstore.hosts.wire import Wire
 
 PLACES = 4  # asks of a host that are under way at once, at each other
+#: Messages of a host that may come at once. gloo tells the other end of each one that is waited for, behind
+#: what goes that way meanwhile: with one alone, a line that is full in both directions stands still half of
+#: the time.
+POSTED = 2
 _QUIET_SHARE = 5  # a line says that it is there so often in its time-out
 
 
@@ -103,9 +107,9 @@ class HostLine:
         self._wake = Wake()
         self._places = [AnswerPlace(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
         self._free_places = threading.Semaphore(PLACES)
-        # two, so that one message can come while another is looked at
+        # one more, so that they can come while another is looked at
         room = ms.HEADER_BYTES + received_bytes(exchange.body_bytes, exchange.ids_max, exchange.tables)
-        self._received = [aligned_buffer(room) for _ in range(2)]
+        self._received = [aligned_buffer(room) for _ in range(POSTED + 1)]
         self.workers = [
             Worker(self._send_all, f"featstore-send-{peer}"),
             Worker(self._receive_all, f"featstore-receive-{peer}"),
@@ -164,6 +168,9 @@ class HostLine:
                 message = self._next()
                 if message is not None:
                     self._send(message)
+                    if message.kind == ms.Kind.END:
+                        for _ in range(POSTED - 1):  # whatever is still waited for there comes, too
+                            self._send(message)
                     if message.kind in (ms.Kind.END, ms.Kind.GONE):
                         return
                     continue
@@ -205,8 +212,7 @@ class HostLine:
     # Receiving.
 
     def _receive_all(self) -> None:
-        exchange, turn = self._exchange, 0
-        wire = exchange.wire
+        exchange, wire = self._exchange, self._exchange.wire
         take = {
             ms.Kind.ASK: self._take_ask,
             ms.Kind.PICK: self._take_pick,
@@ -214,16 +220,17 @@ class HostLine:
             ms.Kind.ERROR: self._take_error,
         }
         try:
-            posted = wire.post(self.peer, self._received[turn])
+            spare, *rooms = self._received
+            posted = deque((wire.post(self.peer, room), room) for room in rooms)
             while exchange.error is None:
-                wire.take(posted)
+                coming, raw = posted.popleft()
+                wire.take(coming)
                 self.heard = time.monotonic()
-                raw, turn = self._received[turn], 1 - turn
                 found = ms.parse_header(raw)
                 kind = ms.Kind(found.kind)
                 if kind in (ms.Kind.END, ms.Kind.GONE):
                     break
-                posted = wire.post(self.peer, self._received[turn])
+                posted.append((wire.post(self.peer, spare), spare))
                 if kind in take:
                     take[kind](found, ms.body_of(found, raw))
                 elif kind == ms.Kind.SAME:
@@ -234,11 +241,14 @@ class HostLine:
                     self.bye_heard = True
                     self._wake.set()
                     exchange.changed()
+                spare = raw
             else:
                 return
             if kind == ms.Kind.GONE:
                 exchange.told(self.peer, found.detail, ms.body_of(found, raw).tobytes())
             else:
+                for coming, _ in posted:
+                    wire.take(coming)
                 self.last = True
                 exchange.changed()
         except Exception as error:

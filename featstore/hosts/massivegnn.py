@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_number, shown
 from featstore.base.bitmap import set_bits, slot_of
 from featstore.base.buffers import empty_rows
+from featstore.base.called import called
 from featstore.base.compilation import njit
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, rows_of
@@ -190,7 +191,9 @@ class MassiveGNN:
         return MassiveGNNTier(below, self)
 
     def __repr__(self) -> str:
-        return f"MassiveGNN(share={self.share}, gamma={self.gamma}, delta={self.delta}, alpha={self.alpha})"
+        return called(
+            "featstore.MassiveGNN", share=self.share, gamma=self.gamma, delta=self.delta, alpha=self.alpha
+        )
 
 
 def halo_ids_of(table: Table) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ GONE  a host is gone, and so am I             0      host   text
 BYE   I ask for nothing more                  0      0
 SAME  my n-th loader has options of a digest  n      digest
 STEPS an epoch of one of my loaders has steps which  steps
-END   nothing more is said                    0      0
+END   nothing more is said; comes twice       0      0
 ===== ======================================= ====== ====== ============================================
 """
 

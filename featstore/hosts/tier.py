@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from featstore.arguments import check_options, shown
+from featstore.base.called import called
 from featstore.errors import ArgumentError, BudgetError
 from featstore.hosts.split_store import HostsRows, WholeStore
 from featstore.plan.budget import own_bytes
@@ -55,7 +56,7 @@ class Hosts:
         return _whole(store).source(tables, memory=memory_bytes, **self.options)
 
     def __repr__(self) -> str:
-        return f"Hosts(memory={self.memory!r}, **{self.options!r})"
+        return called("featstore.Hosts", memory=self.memory, **self.options)
 
 
 def _whole(store: OpenStore) -> WholeStore:

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
+from featstore.base.called import called
 from featstore.base.logs import LOG
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
@@ -70,11 +71,15 @@ class Loader(Shown, LoaderBase):
         super().__init__()
         self.store = as_store(store)
         given = Given(options)
+        given_batches = () if batches is None else (batches,)
+        self._called = called(f"{self.store!r}.loader", *given_batches, **given.said)  # keeps none of them
         self.memory_bytes = parse_bytes(given.get("memory", "1GiB"), "memory")
         aside = given.get("validation_memory")
         self._left = 0 if aside is None else parse_bytes(aside, "validation_memory")
         if self._left >= self.memory_bytes:
             raise ArgumentError("validation_memory= is a part of memory=, and leaves nothing of it")
+        self._watch = Watch() if args.as_flag(given.get("progress", False), "progress") else None
+        given.tell = None if self._watch is None else self._watch.line.step
         self._opened = ExitStack()
         try:
             making = Making(
@@ -88,7 +93,8 @@ class Loader(Shown, LoaderBase):
             self._opened.close()
             raise
         LOG.info("%s: mode %s, because %s", self.store.path, self.mode, self.mode_because)
-        self._watch = Watch() if args.as_flag(given.get("progress", False), "progress") else None
+        if self._watch is not None and self._watch.line.stage:
+            self._watch.line.end(f"mode {self.mode}: prepared")
         self._in_order = bool(given.get("seeds_in_order"))
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
@@ -260,7 +266,4 @@ class Loader(Shown, LoaderBase):
         return Sheet("Loader", {**facts, **measured.facts}, measured.grids)
 
     def __repr__(self) -> str:
-        return (
-            f"<Loader of {str(self.store.path)!r}, mode {self.mode!r}, {format_bytes(self.memory_bytes)}, "
-            f"epoch {self._epoch}>"
-        )
+        return self._called

@@ -11,7 +11,6 @@ from featstore import arguments as args
 from featstore.base.training_nodes import checked_train
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
-from featstore.hosts.ahead import Ahead
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
@@ -25,7 +24,7 @@ from featstore.loaders.mega.options import check_said
 from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.loaders.online.lookahead import Lookahead
+from featstore.loaders.online.lookahead import Lookahead, check_known_ahead
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
@@ -70,7 +69,7 @@ class Making:
         self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
         whole = TypedWhole if store.edge_types else Whole
         self.whole = whole(store, given.get("edge_table"), given.get("attach", ()))
-        held = self.whole.held_bytes + self._halo_bytes()
+        held = self.whole.held_bytes + self._halo_bytes(batches)
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"
             raise BudgetError(held + aside + 1, memory_bytes + aside, what)
@@ -161,7 +160,7 @@ class Making:
                 f"together, not {self.ranks.world_size}"
             )
 
-    def _halo_bytes(self) -> int:
+    def _halo_bytes(self, batches: Sampler | None) -> int:
         """What the rows kept of other hosts take."""
         halo = self.given.get("halo")
         if halo is None:
@@ -175,17 +174,7 @@ class Making:
                 f"{args.shown(halo)}"
             )
         if isinstance(halo, int | str):
-            if not self._sampled:
-                raise ArgumentError(
-                    "halo= as a size is for the store to sample (seeds=), which then knows what will be "
-                    "wanted: give featstore.Buffer(memory=) or featstore.MassiveGNN() for mini-batches of "
-                    "your own"
-                )
-            if self._of_types:
-                raise ArgumentError(
-                    "halo= as a size looks ahead for one type of nodes, not for several: give "
-                    "featstore.Buffer(memory=) or featstore.MassiveGNN(), which keep rows of each"
-                )
+            check_known_ahead(self.store, None if self._sampled else batches, self._of_types)
             return parse_bytes(halo, "halo")
         tables = list(self.store.tables.values())
         found = halo.host_bytes(tables)
@@ -297,15 +286,16 @@ class Making:
     # The modes.
 
     def _online(self, own: dict[str, Any]) -> Mode:
+        nodes = own.get("nodes")
         batches = self._wanted(own, recorded=False)
         assert batches is not None
         halo, looking = own.get("halo"), None
-        if isinstance(halo, int | str) and isinstance(self.share, RankedBatches):
+        if isinstance(halo, int | str):
             assert isinstance(self.store, WholeStore)
-            table = graph_of(self.store, self.given.get("graph")).table.name
-            own["halo"] = ahead = Ahead(self.store.table(table), parse_bytes(halo, "halo"))
-            looking = Lookahead(ahead, self.share, batches, self.store.owners[table])
-            batches = looking.epoch
+            assert self.share is not None
+            size, graph = parse_bytes(halo, "halo"), self.given.get("graph")
+            looking = Lookahead(self.store, self.share, batches, size, graph, nodes)
+            own["halo"], batches = looking.ahead, looking.epoch
         loader = OnlineLoader(
             self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,
             **self.given.reading,
@@ -331,7 +321,7 @@ class Making:
         check_loader_options(CompiledLoader, options)
         mode = compiled_mode(
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
-            seed=self._seed, loader=options | self.given.reading, **own,
+            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
         )  # fmt: skip
         if isinstance(self.store, WholeStore) and not isinstance(self.share, GivenShare):
             # what reuse= finds may be of other options on another host
@@ -348,6 +338,7 @@ class Making:
         assert recorded is not None
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, **self.given.reading}
+        own["tell"] = self.given.tell
         loader = RollingLoader(
             self.store, recorded, memory=self.shares.rows_bytes, loader=options, name=name, **own
         )

@@ -79,7 +79,8 @@ class LoaderOptions(TypedDict, total=False):
         device_policy: of the modes online and partitions: of these rows, a name of
             :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
         progress: a line on standard error tells how it goes: mini-batches and bytes a second, hits, stages,
-            the slowest of them. False by default.
+            the slowest of them, and before that how far preparing is, of the modes compiled and rolling.
+            False by default.
         engine, queue_depth, threads, verify: as for :class:`featstore.Reader`.
         policy: of mode online: of the buffer, a name of :data:`featstore.tiers.slots.layout.POLICIES` but
             ``"min"``, or ``"auto"``, the default, for that which hits most.
@@ -204,14 +205,18 @@ class Given:
     def __init__(self, options: Mapping[str, Any]) -> None:
         args.check_options(options, list(LoaderOptions.__annotations__), "a loader")
         self.said = {name: value for name, value in options.items() if value is not None or name in _NEVER}
+        #: Told how far what is prepared is, as functions for ``progress=`` are.
+        self.tell: Callable[..., None] | None = None
         self.mode = args.as_choice(self.said.get("mode", "auto"), "mode", (*MODES, "auto"))
         self.auto = self.mode == "auto"
         for name in self.said:
             modes = ("auto",) if name in AUTO_OPTIONS else OF_MODES.get(name, (*MODES, "auto"))
             conditional = self.auto and {*modes} & {*AUTO} and tuple(modes) != ("compiled",)
             if self.mode not in modes and not conditional:
+                seeded = name == "shuffle" and "seeds" in self.said
                 raise ArgumentError(
                     f"{name}= is of mode {' or '.join(map(repr, modes))}, not of {self.mode!r}"
+                    + (_SHUFFLED if seeded else "")
                 )
         self.reading: dict[str, Any] = {"engine": "auto", "queue_depth": 128, "threads": None, "verify": True}
         self.reading |= {name: value for name, value in self.said.items() if name in self.reading}
@@ -231,5 +236,6 @@ class Given:
         return self.said.get(name, default)
 
 
+_SHUFFLED = ": seeds are shuffled in every epoch; seeds_in_order=True leaves them in order"
 #: What has no None: it is wrong, and refused where it is looked at.
 _NEVER = ("mode", "memory", "engine", "queue_depth", "verify", "shared")

@@ -109,7 +109,8 @@ class LoaderReport(Shown):
 
     def openmetrics(self, **labels: str) -> str:
         """The counters as OpenMetrics text, which Prometheus scrapes; ``labels`` stand on every line
-        (``rank="0"``). Raises ArgumentError for a label that cannot be one."""
+        (``rank="0"``). ``latencies`` are a histogram, ``featstore_loader_read_latency_seconds``. Raises
+        ArgumentError for a label that cannot be one."""
         return openmetrics(self._facts(), labels)
 
     def _facts(self) -> dict[str, Any]:

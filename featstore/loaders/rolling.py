@@ -13,7 +13,7 @@ same mini-batches.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -66,6 +66,7 @@ class RollingLoader(LoaderBase):
             the first episode needs.
         disk: limit on the rows of both episodes together, as for :func:`featstore.compile_trace`.
         loader: options of :class:`featstore.loaders.compiled.loader.CompiledLoader`.
+        tell: told how far an episode is that the loop waits for, as functions for ``progress=`` are.
         others: options of :func:`featstore.compile_trace`.
 
     What an episode's preparation raises, the iterator raises when that episode's turn comes. Raises
@@ -75,9 +76,11 @@ class RollingLoader(LoaderBase):
 
     def __init__(
         self, store: OpenStore, episode: Sampler, *, name: str = "rolling", memory: int | str = "1GiB",
-        disk: int | str | None = None, loader: Mapping[str, Any] | None = None, **others: Any,
+        disk: int | str | None = None, loader: Mapping[str, Any] | None = None,
+        tell: Callable[..., None] | None = None, **others: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._tell, self._awaited = tell, False
         check_pack_name(name)
         as_batches(episode, "episode")
         check_repeatable(episode)
@@ -119,7 +122,7 @@ class RollingLoader(LoaderBase):
         """Sample and record an episode."""
         begin = time.perf_counter()
         path = self._packs / f"{self._pack(number)}{TRACES}"
-        trace = Trace.record(self._sampled(number), path, overwrite=True)
+        trace = Trace.record(self._sampled(number), path, overwrite=True, progress=self._unless_closed)
         self.sampling_seconds.append(time.perf_counter() - begin)
         return trace
 
@@ -180,9 +183,11 @@ class RollingLoader(LoaderBase):
             self._unless_closed()
             yield batch
 
-    def _unless_closed(self, _: object = None) -> None:
+    def _unless_closed(self, *told: Any) -> None:
         if self._closed:
             raise ClosedError("the loader is closed; make another with store.loader()")
+        if told and self._awaited and self._tell is not None:
+            self._tell(*told)
 
     def __iter__(self) -> Iterator[Any]:
         """From where the loader is: the begin, a state that was loaded, or the mini-batch after the last one
@@ -209,12 +214,14 @@ class RollingLoader(LoaderBase):
             self._loader.close()
         for earlier in [k for k in self._episodes if k < number]:
             self._episodes.pop(earlier).result().close()
-        begin = time.perf_counter()
+        begin, self._awaited = time.perf_counter(), True
         try:
             compiled = self._prepared(number).result()
         except Exception:
             self._episodes.pop(number, None)  # to be tried again
             raise
+        finally:
+            self._awaited = False
         self.waiting_seconds.append(time.perf_counter() - begin)
         loader = self._loader = CompiledLoader(compiled, **self._loader_options)
         if done:

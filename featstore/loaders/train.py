@@ -46,9 +46,9 @@ def _compile(
     door.mkdir(packs)
     lock = preparing(packs, name)
     try:
-        counts = [0] * epochs
+        counts, tell = [0] * epochs, options.get("progress")
         recorded = _epochs(sampler, counts)
-        with Trace.record(recorded, packs / f"{name}{TRACES}", overwrite=True) as trace:
+        with Trace.record(recorded, packs / f"{name}{TRACES}", overwrite=True, progress=tell) as trace:
             made = compile_trace(store, trace, name, overwrite=True, epoch_batches=counts, **options)
         remove_trace(packs / f"{name}{TRACES}", door)
         return made

@@ -7,25 +7,20 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from featstore.base.progress import ProgressLine
 from featstore.units import format_bytes
 
 if TYPE_CHECKING:
     from featstore.loaders.report import LoaderReport
 
 Coming = TypeVar("Coming")
-_SECONDS = 0.5  # from one line to the next
-_SECONDS_ELSEWHERE = 30.0  # where each is a line of its own: files, pipes
 
 
 class Watch:
-    """Of one loader. On a terminal, and in a notebook, the line is written over; elsewhere there is a line
-    every half minute, and one at the end of each epoch."""
+    """Of one loader, on a :class:`~featstore.base.progress.ProgressLine`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
-        self._out = sys.stderr if out is None else out
-        self._over = self._out.isatty() or "ipykernel" in sys.modules
-        self._told = time.perf_counter()
-        self._width = 0
+        self.line = ProgressLine(out)
         self._before: tuple[float, int, int] | None = None
 
     def begin(self, report: LoaderReport) -> None:
@@ -34,19 +29,14 @@ class Watch:
 
     def due(self) -> bool:
         """Whether it is time for the next line; a report is only asked for then."""
-        return time.perf_counter() - self._told >= (_SECONDS if self._over else _SECONDS_ELSEWHERE)
+        return self.line.due()
 
     def tell(
         self, report: LoaderReport, epoch: int, done: int, length: int | None, end: bool = False
     ) -> None:
         """``done`` of ``length`` mini-batches (None: nobody knows how many) of this epoch."""
-        self._told = time.perf_counter()
-        text = line(report, epoch, done, length, self._before, self._told)
-        if self._over:
-            print("\r" + text.ljust(self._width), end="\n" if end else "", file=self._out, flush=True)
-            self._width = 0 if end else len(text)
-        else:
-            print(text, file=self._out, flush=True)
+        text = line(report, epoch, done, length, self._before, time.perf_counter())
+        self.line.tell(text, end)
 
 
 def line(

@@ -9,6 +9,9 @@ through the times of all these runs over reads and bytes, by least squares on th
 may be off by much, however fast. What a request costs besides is the median time of a read of one row through
 a :class:`featstore.reader.reader.Reader`, less that read's cost.
 
+First reads of a page take turns through one ring, two, four ... and, where the engine is to be chosen,
+through the engine ``threads`` (:mod:`featstore.measure.engine_rates`); all else is measured with the best.
+
 ``write_byte_seconds`` is what a larger store takes longer than a smaller one to be packed beside what is
 measured, over the bytes that it has more: of several, the median; what any pack takes, a few dozen fsyncs,
 is not in it. It is left out where nothing may be written.
@@ -23,11 +26,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,11 +40,11 @@ from featstore.base.folders import real_path
 from featstore.base.progress import OnStep
 from featstore.base.system import asking, free_bytes, is_directory, is_there
 from featstore.engine import EngineName, choose
-from featstore.engine.files import Access
-from featstore.errors import DiskFullError, SourceError
+from featstore.errors import DiskFullError, FeatstoreWarning, SourceError
+from featstore.measure.calibration import Calibration, GapSample, Sample
+from featstore.measure.engine_rates import decide_engine, measure_engines
 from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.measure.scratch import scratch_store
-from featstore.measure.thread_rates import measure_threads
 from featstore.plan.cost import DeviceModel, device_key, save_model
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import MANIFEST_NAME
@@ -70,115 +72,26 @@ _READER_BYTES = 64 * 2**20
 _SECONDS_MIN = 1e-12  # a model's numbers stay positive: a device may well be too fast for one of them to show
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One size of reads: ``seconds`` holds the time per read of each round; ``seconds_per_read`` is their
-    median."""
-
-    extent_bytes: int
-    reads: int
-    seconds: tuple[float, ...]
-
-    @property
-    def seconds_per_read(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        """(slowest - fastest) / median of the rounds: large where something else uses the device."""
-        return (max(self.seconds) - min(self.seconds)) / self.seconds_per_read
-
-
-@dataclass(frozen=True)
-class GapSample:
-    """The dense pattern read with one longest gap: what it came to, and the seconds of each round."""
-
-    gap_pages: int
-    reads: int
-    bytes_read: int
-    seconds: tuple[float, ...]
-
-    @property
-    def median_seconds(self) -> float:
-        return statistics.median(self.seconds)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """A measured device model and what it was made from. ``key`` is what it is kept under
-    (:mod:`featstore.plan.cost`); ``thread_rates``: reads of a page a second by the number of threads, empty
-    where there is nothing to choose."""
-
-    key: str
-    engine: EngineName
-    access: Access
-    access_because: str
-    model: DeviceModel
-    samples: tuple[Sample, ...]
-    gaps: tuple[GapSample, ...]
-    thread_rates: Mapping[int, float]
-    temporary: bool
-    seconds: float
-
-    @property
-    def error(self) -> float:
-        """Largest relative error of the model over the sizes measured."""
-        m = self.model
-        return max(
-            abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read
-            for s in self.samples
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        m = self.model
-        return {
-            "key": self.key,
-            "engine": self.engine,
-            "access": self.access,
-            "access_because": self.access_because,
-            "model": {
-                "read_seconds": m.read_seconds,
-                "byte_seconds": m.byte_seconds,
-                "request_seconds": m.request_seconds,
-                "write_byte_seconds": m.write_byte_seconds,
-                "threads": m.threads,
-            },
-            "thread_rates": {str(count): rate for count, rate in self.thread_rates.items()},
-            "gap_pages_max": m.gap_pages_max,
-            "error": self.error,
-            "temporary": self.temporary,
-            "seconds": self.seconds,
-            "gaps": [
-                {
-                    "gap_pages": g.gap_pages,
-                    "reads": g.reads,
-                    "bytes_read": g.bytes_read,
-                    "seconds": g.median_seconds,
-                }
-                for g in self.gaps
-            ],
-            "samples": [
-                {
-                    "extent_bytes": s.extent_bytes,
-                    "reads": s.reads,
-                    "seconds_per_read": s.seconds_per_read,
-                    "spread": s.spread,
-                }
-                for s in self.samples
-            ],
-        }
-
-
 def calibrate(path: str | os.PathLike[str], engine: str = "auto", *, seconds: float = SECONDS) -> DeviceModel:
     """Measure the device that holds ``path`` (a store or a directory) through an engine, and keep the model
     for all readers.
 
-    Raises what :func:`measure` raises.
+    Warns (FeatstoreWarning) where the engine or the number of rings is left open. Raises what :func:`measure`
+    raises.
     """
     result = measure(path, engine, seconds=seconds, data_bytes_min=DATA_BYTES_MIN)
-    save_model(result.key, result.model)
+    if result.open_because:
+        warnings.warn(result.left_open, FeatstoreWarning, stacklevel=2)
+    keep(result)
     return result.model
+
+
+def keep(result: Calibration) -> Path:
+    """Keep the model for all readers, and the engine, if it was chosen; returns the file. Raises what
+    :func:`featstore.plan.cost.save_model` raises."""
+    if result.model.engine is not None:
+        save_model(result.auto_key, result.model)
+    return save_model(result.key, msgspec.structs.replace(result.model, engine=None, engine_rates=None))
 
 
 def measure(
@@ -208,29 +121,40 @@ def measure(
         temporary,
     ):
         table = max(store.tables.values(), key=lambda t: t.layout.pages)
-        threads, rates = measure_threads(store, table, choice.name, seconds * 0.2, tell)
-        bench = LaneBench(store, table, choice.name, threads=threads)
+        engines = [choice.name]
+        if (engine, choice.name) == ("auto", "uring"):
+            engines.append("threads")
+        rates, others = measure_engines(store, table, engines, seconds * 0.2, tell)
+        decision = decide_engine(rates, others)
+        name = decision.best.engine
+        bench = LaneBench(store, table, name, threads=decision.threads)
         try:
             samples = _samples(bench, seconds * 0.5, tell)
             gaps = _gaps(bench, tell)
         finally:
             bench.close()
         model = fit_model(samples, gaps)
-        model = msgspec.structs.replace(model, threads=threads)
-        model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
+        model = msgspec.structs.replace(
+            model, threads=decision.threads, read_cpu_seconds=decision.best.cpu_seconds
+        )
+        model = _with_request_seconds(model, store, table, name, seconds * 0.1)
         beside = store.path.parent.parent if temporary else store.path.parent
         model = msgspec.structs.replace(model, write_byte_seconds=_write_byte_seconds(beside))
+        if len(engines) > 1 and bench.access == "direct" and not decision.open_because:
+            best = {one: max(r.reads_per_second for r in rates if r.engine == one) for one in engines}
+            model = msgspec.structs.replace(model, engine=name, engine_rates=best)
         tell("measure", 1, 1)
-        key = device_key(store.path, choice.name, bench.access)
         return Calibration(
-            key,
-            choice.name,
+            device_key(store.path, name, bench.access),
+            device_key(store.path, "auto", "direct"),
+            name,
             bench.access,
             bench.access_because,
             model,
             samples,
             gaps,
             rates,
+            decision.open_because,
             temporary,
             time.perf_counter() - begin,
         )

@@ -59,6 +59,8 @@ class LaneBench:
         self.access, self.access_because = files.access, files.buffered_because
         files.close()
         self._engine: Engine = make(engine, queue_depth, BENCH_STAGING_BYTES, EXTENT_BYTES_MAX, threads)
+        self.threads = self._engine.threads
+        self.cpu_seconds = 0.0  # of this process, in the last run
         self._out = np.zeros(_OUT_ROWS * self.row_bytes, np.uint8)
         self._random = np.random.default_rng(0)
 
@@ -125,10 +127,11 @@ class LaneBench:
     ) -> float:  # fmt: skip
         done = threading.Event()
         lane = Lane(files, page, pages, first, keys, bits, self._out, lambda _: done.set())
-        begin = time.perf_counter()
+        cpu, begin = time.process_time(), time.perf_counter()
         self._engine.start(lane)
         done.wait()
         elapsed = time.perf_counter() - begin
+        self.cpu_seconds = time.process_time() - cpu
         error = lane.error()
         if error is not None:
             raise error

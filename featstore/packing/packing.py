@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from featstore.arguments import as_path
+from featstore.arguments import as_callback, as_path
 from featstore.base.folders import real_path
+from featstore.base.progress import watched
 from featstore.base.system import is_directory, is_there
 from featstore.base.warning import warn
 from featstore.errors import BudgetError, SourceError
@@ -32,6 +33,7 @@ from featstore.units import parse_bytes
 __all__ = ["Options", "Progress", "pack"]
 
 
+@watched
 def pack(
     out: str | os.PathLike[str],
     features: Any,
@@ -62,7 +64,7 @@ def pack(
     train: Any = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: bool | Callable[[Progress], None] | None = None,
     disk: Disk | None = None,
 ) -> Path:
     """Pack feature tables into a store, and return its path; ``featstore.pack`` opens it. ``featstore pack``
@@ -146,7 +148,9 @@ def pack(
             once, a mask, or the name of one of ``arrays``.
         resume: go on with the unfinished pack in ``out``; input and options must be the same.
         overwrite: replace the store in ``out``; it stands until the new one is committed.
-        progress: called now and then with a :class:`Progress`, from any thread.
+        progress: called now and then with a :class:`Progress`, from any thread; True for a line on standard
+            error that tells how far it is: on a terminal and in a notebook written over, elsewhere every half
+            minute.
         disk: what performs all writes; for tests.
 
     Raises SourceError, BudgetError, DiskFullError, DeviceError, StoreExistsError, StoreLockedError,
@@ -174,7 +178,8 @@ def pack(
         inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed,
         topology=topology, hubs=hubs, hub_rank=hub_rank, train=train, graph_key=graph_key, edge_ids=edge_ids,
     )  # fmt: skip
-    check_pack(options, inputs, resume=resume, overwrite=overwrite, progress=progress)
+    check_pack(options, inputs, resume=resume, overwrite=overwrite)
+    progress = as_callback(progress, "progress")
     out = as_path(out, "out")
     for text in inputs.warnings:
         warn(text)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from featstore.arguments import as_choice, as_count, as_flag, as_function, as_number, known_name
+from featstore.arguments import as_choice, as_count, as_flag, as_number, known_name
 from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, SourceError
 from featstore.order.orders import METHODS
@@ -93,12 +93,10 @@ def with_slack(used_bytes: int) -> int:
     return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
 
 
-def check_pack(options: Options, inputs: Inputs, *, resume: Any, overwrite: Any, progress: Any) -> None:
+def check_pack(options: Options, inputs: Inputs, *, resume: Any, overwrite: Any) -> None:
     """Raise ArgumentError for an option that is none, or that has no effect."""
     as_flag(resume, "resume")
     as_flag(overwrite, "overwrite")
-    if progress is not None:
-        as_function(progress, "progress")
     as_count(options.seed, "seed", 0)
     as_flag(options.topology, "topology")
     as_flag(options.edge_ids, "edge_ids")

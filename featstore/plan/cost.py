@@ -14,7 +14,13 @@ itself where it can be (``gap_pages``), on a pattern that wants half of all page
 
 One thread that reads is bound by its core at a few hundred thousand reads a second. ``threads`` is how many
 the engine may take, where that was measured: more than one only where more were faster. Without it the engine
-goes by how busy its cores are.
+goes by how busy its cores are. ``read_cpu_seconds`` is what a read of a page takes of the cores.
+
+Which engine reads fastest is measured, too: the model of that one is kept a second time, for
+``engine="auto"``, with its name and the ``engine_rates``, reads of a page a second. :func:`calibrated_engine`
+gives it.
+
+A model is kept for a file system on a device, not for a device's number, which another one may have tomorrow.
 
 ``featstore calibrate`` measures the numbers for a device and an engine and keeps them in the user's cache
 directory. A device that was never calibrated gets :data:`DEFAULT`, and every plan says so.
@@ -37,6 +43,8 @@ from featstore.storage.manifest import NOT_JSON
 from featstore.units import PAGE_BYTES
 
 GAP_PAGES_MAX = 2**31
+_BLOCK_DEVICES = Path("/sys/dev/block")
+_BY_ITSELF = ("uring", "threads")  # engines that "auto" may stand for
 
 
 class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +57,9 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calibrated: bool = True
     write_byte_seconds: float | None = None
     threads: int | None = None
+    read_cpu_seconds: float | None = None
+    engine: str | None = None
+    engine_rates: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         if not (
@@ -58,6 +69,8 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and 0 <= (self.gap_pages or 0) <= GAP_PAGES_MAX
             and (self.write_byte_seconds is None or self.write_byte_seconds > 0)
             and (self.threads is None or self.threads >= 1)
+            and (self.read_cpu_seconds is None or self.read_cpu_seconds >= 0)
+            and self.engine in (None, *_BY_ITSELF)
         ):
             raise ArgumentError(f"impossible device model: {self}")
 
@@ -106,10 +119,37 @@ def models_path() -> Path:
 
 
 def device_key(path: str | os.PathLike[str], engine: str, access: str) -> str:
-    """What a model is kept under: the device that holds ``path``, the engine, and how files are opened."""
+    """What a model is kept under: the device that holds ``path`` (its number, the id of its file system and,
+    of a block device, its size), the engine, and how files are opened."""
     with asking(path, "look at"):
-        device = os.stat(path).st_dev
-    return f"{os.major(device)}:{os.minor(device)}/{engine}/{access}"
+        device, system = os.stat(path).st_dev, os.statvfs(path).f_fsid
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return f"{number}-{system:x}-{_sectors(number)}/{engine}/{access}"
+
+
+def _sectors(number: str) -> str:
+    """Size of the block device of this number; "" for what is none, as a network's or a pool's."""
+    try:
+        return read_small(_BLOCK_DEVICES / number / "size", 2**12).decode().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def calibrated_engine(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """The engine that was measured to be the fastest with direct reads on the device that holds ``path``, and
+    the measurement in words; None where that was not measured, or was left open."""
+    model = load_model(device_key(path, "auto", "direct"))
+    if model.engine is None:
+        return None
+    rates = sorted((model.engine_rates or {}).items(), key=lambda one: -one[1])
+    measured = ", ".join(f"{rate:,.0f} through {name}" for name, rate in rates)
+    return model.engine, f"calibrated: reads of a page a second, {measured}"
+
+
+def device_model(path: str | os.PathLike[str]) -> DeviceModel:
+    """Of direct reads through the engine that ``"auto"`` stands for on the device that holds ``path``."""
+    engine, _ = calibrated_engine(path) or ("uring", "")
+    return load_model(device_key(path, engine, "direct"))
 
 
 def load_models() -> dict[str, DeviceModel]:

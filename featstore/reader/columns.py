@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_integer, as_sequence, known_name
 from featstore.base.buffers import empty_rows
+from featstore.base.called import called
 from featstore.base.ids import check_out, is_tensor, parse_ids
 from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, NotInMemoryError
@@ -189,6 +190,16 @@ class ColumnReader:
         """Bytes of the budget, by use."""
         return self._reader.memory()
 
+    @property
+    def store(self) -> OpenStore:
+        """The store."""
+        return self._reader.store
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that it was made with."""
+        return {**self._reader.given, "columns": self._columns}
+
     def close(self) -> None:
         """Close the reader. May be called more than once."""
         self._reader.close()
@@ -203,4 +214,4 @@ class ColumnReader:
         return ColumnReader, (self._reader, self._columns)
 
     def __repr__(self) -> str:
-        return f"<ColumnReader, columns {self._columns}, of {self._reader!r}>"
+        return called(f"{self.store!r}.reader", **self.given)

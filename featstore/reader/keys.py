@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_integer, known_name
+from featstore.base.called import called
 from featstore.base.checks import check_range
 from featstore.base.compilation import njit
 from featstore.base.ids import parse_ids
@@ -243,7 +244,7 @@ class NodeKeys:
         return type(self), (self.store, self.table, self._memory)
 
     def __repr__(self) -> str:
-        return f"<NodeKeys of {self._where()}: {self._nodes:,} of kind {self.kind}>"
+        return called(f"{self.store!r}.ids", self.table, memory=self._memory)
 
 
 def check_ids(ids: NDArray[np.int64], nodes: int, table: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from featstore.arguments import as_choice, as_count, as_flag, shown
-from featstore.engine import ENGINES
+from featstore.engine import ENGINES, EngineChoice, choose
 from featstore.errors import ArgumentError
-from featstore.plan.cost import DeviceModel
+from featstore.plan.cost import DeviceModel, calibrated_engine
 from featstore.units import parse_bytes
 
 #: Options of a reader that whoever opens one hands on.
@@ -29,6 +30,15 @@ def check_reading(
         as_count(threads, "threads", 1, READING_THREADS_MAX)
     if not isinstance(model, DeviceModel | None):
         raise ArgumentError(f"model must be a DeviceModel or None, not {shown(model)}")
+
+
+def chosen_engine(
+    path: str | os.PathLike[str], engine: str, model: DeviceModel | None, threads: int | None
+) -> EngineChoice:
+    """Who reads; ``"auto"`` as calibrated for the device that holds ``path``. Not where the caller brings a
+    model, or bounds the threads: of few threads io_uring alone keeps many reads under way."""
+    plain = engine != "auto" or model is not None or threads is not None
+    return choose(engine, None if plain else calibrated_engine(path))
 
 
 def as_static_bytes(given: int | str | None) -> int | None:

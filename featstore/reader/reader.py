@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_flag, as_table_names
 from featstore.base.buffers import populate
+from featstore.base.called import called, unusual
 from featstore.base.compilation import announce_compilation
 from featstore.base.ids import parse_ids
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.threads import Permits, Wake, shut_down, thread_pool
-from featstore.engine import choose, engine_class, make
 from featstore.engine import counters as C
+from featstore.engine import engine_class, make
 from featstore.engine.base import Engine
 from featstore.engine.files import Access
 from featstore.engine.request import Request
@@ -48,7 +49,7 @@ from featstore.reader.lookup import (
     held_rows,
     table_need,
 )
-from featstore.reader.options import as_static_bytes, check_reading
+from featstore.reader.options import as_static_bytes, check_reading, chosen_engine
 from featstore.reader.planner import Planner, lane_of
 from featstore.reader.report import Counts, Plan, ReaderStats
 from featstore.reader.requests import as_tables, parse_request, parse_run_request
@@ -97,7 +98,8 @@ class Reader(Shown):
         static_memory: for these rows, of ``memory``, bytes or a size; 0 for a reader without any. By default
             what is left over.
         tables: the names of the tables to read; all by default.
-        engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the first that works.
+        engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the calibrated one; without one, or
+            where ``threads`` or ``model`` is given, for the first that works.
         queue_depth: reads under way at most.
         threads: that read, verify and copy rows, at most; by default as many as the device model says, for
             engine ``"uring"``, and up to 32 for ``"threads"``. Each reads through a ring of its own.
@@ -115,11 +117,12 @@ class Reader(Shown):
         queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
         by_row: bool = False, threads: int | None = None,
     ) -> None:  # fmt: skip
-        self._options = {
+        said = {
             "memory": memory, "static": static, "static_memory": static_memory, "tables": tables,
             "engine": engine, "queue_depth": queue_depth, "verify": verify, "model": model,
             "by_row": by_row, "threads": threads,
         }  # fmt: skip
+        self.given = unusual(Reader, said) | {"memory": memory}  # the options that make another such reader
         self._states: dict[str, TableState] = {}  # first: closing what was never opened looks here
         check_reading(engine, queue_depth, verify, model, threads)
         queue_depth, verify, by_row = int(queue_depth), bool(verify), as_flag(by_row, "by_row")
@@ -132,7 +135,7 @@ class Reader(Shown):
         self._needs = [table_need(store.table(n), verify, by_row) for n in names]
         self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs, as_static_bytes(static_memory))
         announce_compilation(cut_extents)
-        self.engine = choose(engine)
+        self.engine = chosen_engine(store.path, engine, model, threads)
         access = engine_class(self.engine.name).access
         try:
             for name in names:
@@ -307,7 +310,7 @@ class Reader(Shown):
     # The static tier.
 
     def _fill_static(self, static: StaticIds) -> None:
-        given = self._options["static_memory"] is not None
+        given = "static_memory" in self.given
         members = static_members(self._states, static, self.budget, self._needs, given, self._helpers)
         for name, rows in members.items():
             state = self._states[name]
@@ -337,7 +340,7 @@ class Reader(Shown):
         requests)."""
         counted = self._ready().counters()
         histogram = tuple(
-            (round(2.0**b * 1.024, 3), int(counted[C.LATENCY + b]))
+            (C.latency_edge(b), int(counted[C.LATENCY + b]))
             for b in range(C.LATENCY_BUCKETS)
             if counted[C.LATENCY + b]
         )
@@ -382,16 +385,13 @@ class Reader(Shown):
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.store, self._options)
+        return _reopen, (self.store, self.given)
 
     def _sheet(self) -> Sheet:
         return reader_sheet(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} "
-            "bytes>"
-        )
+        return called(f"{self.store!r}.reader", **self.given)
 
 
 def _reopen(store: OpenStore, options: dict[str, Any]) -> Reader:

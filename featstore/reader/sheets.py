@@ -17,6 +17,8 @@ def reader_sheet(reader: Any) -> Sheet:
         stats, memory = reader.stats(), reader.memory()
     except ClosedError:
         return Sheet("Reader", facts | {"state": "closed"})
+    if through := getattr(reader, "through", ""):
+        facts["through"] = through
     facts |= {"tables": ", ".join(reader.tables), "memory": format_bytes(sum(memory.values()))}
     grids.append(bars_of("memory by use", {use: size for use, size in memory.items() if size}))
     return Sheet("Reader", facts | counted_facts(stats), grids)
@@ -78,7 +80,7 @@ def array_sheet(array: Any) -> Sheet:
     facts = {
         "shape": f"{shape} {array.dtype}, {size} on disk",
         "memory": memory,
-        "through": repr(array.source),
+        "through": getattr(array.source, "through", "a reader"),
     }
     return Sheet(f"Table {array.name} as an array", facts)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_flag, as_integer, known_name, shown
 from featstore.base.buffers import empty_rows
+from featstore.base.called import called
 from featstore.base.dtypes import is_bfloat16
 from featstore.base.ids import is_tensor, parse_ids
 from featstore.base.sheets import Sheet, Shown
@@ -206,7 +207,11 @@ class TableArray(Shown):
         return array_sheet(self)
 
     def __repr__(self) -> str:
-        return f"<TableArray {self.name!r}: {list(self.shape)} of {self.dtype}, through {self.source!r}>"
+        given = getattr(self.source, "given", None)  # a split store's table has other sources
+        if given is None or not self.closes:
+            return called("featstore.TableArray", self.source, self.name)
+        options = {name: value for name, value in given.items() if name != "tables"}
+        return called(f"{self.source.store!r}.table", self.name, **options)
 
 
 def as_table_array(value: Any, name: str) -> TableArray:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_table_names, check_options, options_of, shown
+from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
 from featstore.base.sheets import Sheet, Shown
@@ -59,7 +60,7 @@ class TieredReader(Shown):
     def __init__(
         self, store: OpenStore, tiers: Sequence[TierSpec], *, memory: int | str = "1GiB", **reader: Any
     ) -> None:
-        self._options = {"tiers": tiers, "memory": memory, **reader}
+        self.given = {"tiers": tiers, "memory": memory, **reader}
         self.tiers: tuple[Tier, ...] = ()
         self._disk: Reader | None = None  # none where the last tier has every row
         self._top: RowSource | None = None
@@ -82,6 +83,7 @@ class TieredReader(Shown):
         self._counting = threading.Lock()
         self._requests = self._rows_asked = self._bytes_asked = 0
         self._before = self._hits()
+        self.through = " over ".join([*self._before] + ["disk"] * (self._disk is not None))
 
     def _open(self, specs: list[TierSpec], options: dict[str, Any]) -> None:
         check_options(options, [*options_of(Reader), "tiers"], "a reader of tiers")
@@ -336,14 +338,13 @@ class TieredReader(Shown):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.store, self._options)
+        return _reopen, (self.store, self.given)
 
     def _sheet(self) -> Sheet:
         return reader_sheet(self)
 
     def __repr__(self) -> str:
-        names = " over ".join([tier.name for tier in self.tiers] + ["disk"] * (self._disk is not None))
-        return f"<TieredReader of {str(self.store.path)!r}, {names}, {self.memory_bytes:,} bytes>"
+        return called(f"{self.store!r}.reader", **self.given)
 
 
 def _without_disk(last: SourceSpec, store: OpenStore, options: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from featstore.arguments import as_choice, as_function, as_path
+from featstore.arguments import as_callback, as_choice, as_path
 from featstore.base.folders import real_path
 from featstore.base.system import asking
 from featstore.engine.files import Access
@@ -71,8 +71,7 @@ def verify(
     report.
     """
     as_choice(access, "access", ("direct", "buffered"))
-    if progress is not None:
-        as_function(progress, "progress")
+    progress = as_callback(progress, "progress")
     store = Path(os.path.abspath(as_path(path, "path")))
     manifest, text = read_manifest(store)
     hold = _hold(store, manifest)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from featstore.arguments import as_choice, as_function
+from featstore.arguments import as_callback, as_choice
 from featstore.base.system import asking
 from featstore.engine.files import Access
 from featstore.errors import CorruptionError, DeviceError
@@ -37,8 +37,7 @@ def verify_trace(
     DeviceError, and ArgumentError for another access.
     """
     as_choice(access, "access", ("direct", "buffered"))
-    if progress is not None:
-        as_function(progress, "progress")
+    progress = as_callback(progress, "progress")
     where = Path(os.path.abspath(path))
     try:
         trace = Trace(where)

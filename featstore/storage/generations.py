@@ -167,7 +167,8 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
         )
     if committed is not None and not overwrite:
         raise StoreExistsError(
-            f"{store} already holds a store; give another path, or replace it with --overwrite"
+            f"{store} already holds a store; give another path, or replace it with overwrite=True "
+            "(--overwrite)"
         )
     for name in known:
         if name != done:

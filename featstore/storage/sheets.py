@@ -41,12 +41,29 @@ def store_sheet(store: Any) -> Sheet:
         ]
         grids.append(Grid(("graph", "from", "to", "edges", "hubs"), graphs, left=3))
     if store.manifest.arrays:
-        arrays = [
-            [name, a.dtype, "x".join(map(str, a.shape)) or "scalar"]
-            for name, a in store.manifest.arrays.items()
-        ]
+        arrays = [[name, *array_text(a).split(" ")] for name, a in store.manifest.arrays.items()]
         grids.append(Grid(("array", "dtype", "shape"), arrays, left=2))
     return Sheet(f"Store {store.path}", facts, grids)
+
+
+def array_text(entry: Any) -> str:
+    """The type and shape of a small array: ``int64 500``."""
+    return f"{entry.dtype} {'x'.join(map(str, entry.shape)) or 'scalar'}"
+
+
+def graph_sheet(graph: Any) -> Sheet:
+    """What it joins, and what is kept of its edges."""
+    values = {"numbers": graph.has_edge_ids, "weights": graph.has_weights, "times": graph.has_times}
+    kept = [name for name, has in values.items() if has] or ["no values"]
+    facts = {
+        "from": f"{graph.source_table.rows:,} nodes of {graph.source_table.name}",
+        "to": f"{graph.table.rows:,} nodes of {graph.table.name}",
+        "edges": f"{graph.edges:,}, with {' and '.join(kept)}",
+        "hubs": f"{graph.hubs:,}",
+    }
+    if graph.edge_type is not None:
+        facts["edge type"] = " -> ".join(graph.edge_type)
+    return Sheet(f"Graph {graph.name} of {graph.store.path}", facts)
 
 
 def table_sheet(table: Any) -> Sheet:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import Named, as_count, as_path, known_name, shown
+from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.system import refusal
@@ -46,7 +47,7 @@ from featstore.storage.manifest import (
     uuid_of,
 )
 from featstore.storage.manifest_reading import parse, read_manifest
-from featstore.storage.sheets import table_sheet
+from featstore.storage.sheets import array_text, graph_sheet, table_sheet
 
 
 class Table(Shown):
@@ -155,13 +156,10 @@ class Table(Shown):
         return table_sheet(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<Table {self.name!r}: {self.rows:,} rows of {self.row_shape} {self.entry.dtype}, "
-            f"{self.row_bytes:,} bytes each>"
-        )
+        return called(f"{self.store!r}.table", self.name)
 
 
-class StoredGraph:
+class StoredGraph(Shown):
     """The topology over a table's rows; see :class:`featstore.storage.manifest.GraphEntry`. ``table`` has
     the targets' rows, ``source_table`` the sources', which is the same where ``edge_type`` is None;
     ``edges`` are stored edges, ``hubs`` the number of rows whose lists stand in a second, contiguous copy.
@@ -204,10 +202,10 @@ class StoredGraph:
         return f"graph {self.name!r} of {self.store.path}"
 
     def __repr__(self) -> str:
-        nodes = f"{self.table.rows:,} nodes"
-        if self.edge_type is not None:
-            nodes = f"from {self.source_table.rows:,} to {nodes}"
-        return f"<StoredGraph {self.name!r}: {nodes}, {self.edges:,} edges, {self.hubs:,} hubs>"
+        return f"{self.store!r}.graphs[{self.name!r}]"
+
+    def _sheet(self) -> Sheet:
+        return graph_sheet(self)
 
 
 class _Arrays(Mapping[str, NDArray[Any]]):
@@ -225,6 +223,10 @@ class _Arrays(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._store.manifest.arrays)
+
+    def __repr__(self) -> str:
+        arrays = self._store.manifest.arrays.items()
+        return f"{{{', '.join(f'{name!r}: <{array_text(entry)}>' for name, entry in arrays)}}}"
 
 
 class OpenStore:
@@ -376,10 +378,7 @@ class OpenStore:
         return type(self), (self.path, self._text)
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {str(self.path)!r}, {self.manifest.generation}: "
-            f"{', '.join(map(repr, self.tables.values()))}>"
-        )
+        return f"<{type(self).__name__} {str(self.path)!r}>"
 
 
 def check_on_disk(table: Table) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, check_options
+from featstore.base.called import called
 from featstore.base.system import submitted
 from featstore.base.threads import Permits, shut_down, thread_pool
 from featstore.engine.request import Request
@@ -79,7 +80,7 @@ class Buffer:
         return BufferTier(below, memory_bytes, self.policy, **self.options)
 
     def __repr__(self) -> str:
-        return f"Buffer({self.policy!r}, memory={self.memory!r}, **{self.options!r})"
+        return called("featstore.Buffer", self.policy, memory=self.memory, **self.options)
 
 
 def _first(policy: str) -> str:

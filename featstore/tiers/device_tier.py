@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, as_device
 from featstore.base.buffers import empty_rows
+from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, is_tensor
 from featstore.base.threads import Permits, Wake, Worker
@@ -76,7 +77,8 @@ class Device:
         return DeviceTier(below, self.devices, self._slots(source_tables(below)), self.policy)
 
     def __repr__(self) -> str:
-        return f"Device({self.devices!r}, {self.device_bytes!r}, {self.policy!r})"
+        devices = [str(device) for device in self.devices]
+        return called("featstore.Device", devices, self.device_bytes, self.policy)
 
 
 def _landing_bytes(table: Table) -> int:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, known_name
 from featstore.base.buffers import empty_rows
+from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, parse_ids
 from featstore.engine.request import Request, answered, chained
@@ -31,7 +32,7 @@ _NONE = np.empty(0, np.int32)
 _AT_ONCE = 1 << 16  # rows that are read at once beforehand
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Static:
     """Rows kept for good.
 
@@ -51,6 +52,9 @@ class Static:
                 parse_ids(ids)
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
+
+    def __repr__(self) -> str:
+        return called("featstore.Static", self.rows, memory=self.memory)
 
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
         return None if self.memory is None else parse_bytes(self.memory, "memory")

@@ -30,6 +30,7 @@ from featstore import arguments as args
 from featstore.base.dtypes import Scalar
 from featstore.base.files import open_regular
 from featstore.base.folders import real_path
+from featstore.base.progress import watched
 from featstore.base.system import asking, is_directory, is_regular, is_there
 from featstore.errors import (
     ClosedError,
@@ -126,11 +127,12 @@ class Trace:
     # Recording.
 
     @classmethod
+    @watched
     def record(
         cls, batches: Iterable[Any], path: str | os.PathLike[str], *,
         nodes: Callable[[Any], Any] | None = None, drop: Collection[str] = ("x",), resume: bool = False,
         overwrite: bool = False, fingerprint: Mapping[str, Scalar] | None = None,
-        progress: Callable[[TraceProgress], None] | None = None, limit: int | None = None,
+        progress: bool | Callable[[TraceProgress], None] | None = None, limit: int | None = None,
         disk: Disk | None = None,
     ) -> Trace:  # fmt: skip
         """Record mini-batches, and open what was recorded.
@@ -150,7 +152,8 @@ class Trace:
             overwrite: replace what is in ``path``; a finished trace stands until the new one is.
             fingerprint: what tells this recording from another (sampler, seed, fan-outs ...): text, numbers,
                 booleans, None. It is kept, is part of the uuid, and a resumed recording must have the same.
-            progress: called after each mini-batch with a :class:`TraceProgress`.
+            progress: called after each mini-batch with a :class:`TraceProgress`; True for a line on standard
+                error.
             limit: record so many mini-batches at most.
             disk: the door for writes.
 

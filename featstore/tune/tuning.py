@@ -30,6 +30,7 @@ from featstore.engine.ring_count import BUSY
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.budget import TableNeed, own_bytes
+from featstore.plan.cost import calibrated_engine
 from featstore.reader.lookup import table_need
 from featstore.reader.options import QUEUE_DEPTH_MAX, READING, READING_THREADS_MAX
 from featstore.reader.reader import QUEUE_DEPTH
@@ -109,7 +110,7 @@ def tune(
     tell = (lambda *_: None) if progress is None else args.as_function(progress, "progress")
     seconds, trials = args.as_number(seconds, "seconds", above=True), args.as_count(trials, "trials", 0)
     _check(depths, step, loader)
-    names = _engines(engines)
+    names = _engines(store, engines)
     with pf.threads_restored():
         work = _Tuner(
             store, make_batches, step, parse_bytes(memory, "memory"), cores, counts, seconds, loader, tell
@@ -129,17 +130,15 @@ def _check(depths: Sequence[int], step: Any, loader: Mapping[str, Any]) -> None:
     args.check_options(loader, known, "the loader that tune tries out")
 
 
-def _engines(wanted: Sequence[str] | None) -> list[str]:
+def _engines(store: OpenStore, wanted: Sequence[str] | None) -> list[str]:
     """The engines to consider, as they are called."""
     if wanted is not None:
-        found = list(
-            dict.fromkeys(choose(name).name for name in args.as_sequence(wanted, "engines", "names"))
-        )
+        found = [choose(name).name for name in args.as_sequence(wanted, "engines", "names")]
         if not found:
             raise SourceError("engines is empty: give at least one")
-        return list(found)
-    first = choose("auto").name
-    return [first, *(name for name in ENGINES_TRIED if name != first and name != "uring")]
+        return list(dict.fromkeys(found))
+    first, works = choose("auto", calibrated_engine(store.path)).name, choose("auto").name
+    return list(dict.fromkeys((first, works, *ENGINES_TRIED[ENGINES_TRIED.index(works) :])))
 
 
 class _Tuner:

@@ -523,6 +523,7 @@ CALLS: dict[str, Call] = {
             "name": NAME.but("another name").and_also(outside="../x"),
             "memory": MEMORY,
             "disk": DISK,
+            "tell": Anything("of Store.loader"),
             "loader": MAPPING.optional.and_also(typo={"engin": "threads"}, wrong={"queue_depth": 0}).saying(
                 "loader|queue_depth"
             ),

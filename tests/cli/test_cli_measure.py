@@ -29,7 +29,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little")
 def test_calibrate(call: Call, store: Path) -> None:
     data = parsed(call("calibrate", store, "--engine", "threads", "--seconds", "0.1", "--json"))
-    assert data["schema"] == "featstore.calibrate/1"
+    assert data["schema"] == "featstore.calibrate/2"
     assert set(data) == {"schema", "saved", "calibrations"}
     assert data["saved"] == str(models_path())
     result = data["calibrations"][0]
@@ -40,7 +40,8 @@ def test_calibrate(call: Call, store: Path) -> None:
         "access_because",
         "model",
         "gap_pages_max",
-        "thread_rates",
+        "rates",
+        "open_because",
         "error",
         "temporary",
         "seconds",

@@ -1,8 +1,9 @@
 """The pages for users: every block runs as it stands, every link leads somewhere, and every error has its
 entry.
 
-A page's blocks run one after the other, in a folder where the quick start has run. One that cannot run here
-says why, in a comment right above it; there is no other exception.
+A page's blocks run one after the other, in a folder where the quick start has run. Of a ``console`` block
+the lines run that begin with ``$``. One that cannot run here says why, in a comment right above it; there is
+no other exception, but the two commands of the README that CI and a newcomer run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from featstore_cli.main import cli
@@ -28,10 +30,23 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 START = "quickstart"
 PAGES = (
-    START, "choosing-a-mode", "coming-from", "how-to", "memory", "troubleshooting", "faq", "glossary",
-    "index", "SECURITY",
+    START, "../README", "SECURITY", "choosing-a-mode", "cli", "coming-from", "concepts", "design",
+    "durability", "faq", "glossary", "hosts", "how-to", "index", "memory", "orders-of-training",
+    "performance", "refused", "troubleshooting", "using",
 )  # fmt: skip
-_FENCE = re.compile(r"(?:^<!-- not run here: (?P<why>[^\n]+) -->\n)?^```(?P<kind>[^\n]*)\n", re.MULTILINE)
+#: Pages whose blocks are not run, and why.
+OUTSIDE = {
+    "CONTRIBUTING": "its commands are those of the justfile and of CI, the whole suite among them",
+    "api": "its blocks are docstrings, which the site's test looks at",
+    "architecture": "its blocks are drawings of where modules stand",
+}
+#: What users need not read as code: a drawing, what a program prints.
+SHOWN = ("text",)
+RUN = ("python", "sh", "console")
+_FENCE = re.compile(
+    r"(?:^<!-- (?:not run here: (?P<why>[^\n]+)|(?P<marked>demo|tests)) -->\n)?^```(?P<kind>[^\n]*)\n",
+    re.MULTILINE,
+)
 
 
 class Block(NamedTuple):
@@ -50,7 +65,8 @@ def blocks_of(text: str) -> list[Block]:
     while fence := _FENCE.search(text, at):
         end = text.index("\n```", fence.end() - 1) + 1
         line = text.count("\n", 0, fence.end())
-        found.append(Block(fence["kind"], text[fence.end() : end], line, fence["why"] or ""))
+        why = fence["why"] or fence["marked"] or ""
+        found.append(Block(fence["kind"], text[fence.end() : end], line, why))
         at = end + 3
     return found
 
@@ -60,14 +76,36 @@ def run_page(name: str, folder: Path) -> None:
     names: dict[str, Any] = {"__name__": name}
     with contextlib.chdir(folder):
         for block in blocks_of((DOCS / f"{name}.md").read_text()):
-            if block.why:
+            if block.why or block.kind in SHOWN:
                 continue
             if block.kind == "python":
                 code = compile("\n" * block.line + block.text, f"{name}.md", "exec")
                 exec(code, names)
             else:
-                for line in block.text.splitlines():
+                for line in lines_of(block):
                     run_line(line)
+
+
+def lines_of(block: Block) -> list[str]:
+    """The lines of a block that a shell is given; one may go on after a backslash."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.kind == "console":
+        return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return lines
+
+
+def make_ogb(folder: Path) -> None:
+    """A little data set as OGB's own package unzips it, for those who come from there."""
+    rng = np.random.default_rng(0)
+    edges = rng.integers(0, 60, (300, 2))
+    files = {
+        "raw/node-feat": rng.random((60, 4)), "raw/edge": edges, "raw/node-label": np.arange(60) % 3,
+        "raw/num-node-list": [60], "raw/num-edge-list": [300], "split/sales_ranking/train": np.arange(20),
+    }  # fmt: skip
+    for name, values in files.items():
+        path = folder / "dataset/ogbn_products" / f"{name}.csv.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savetxt(path, values, "%.6f" if name.endswith("feat") else "%d", ",")
 
 
 def run_line(line: str) -> None:
@@ -95,7 +133,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_quick_start_leaves_a_store_that_is_sound(started: Path) -> None:
     assert (started / "papers.fs" / "featstore.json").is_file()
     training = [
-        block.text for block in blocks_of((DOCS / f"{START}.md").read_text()) if "loader(" in block.text
+        block.text
+        for block in blocks_of((DOCS / f"{START}.md").read_text())
+        if "optimiser.step" in block.text
     ]
     assert len(training) == 1
     loop = training[0].partition("with store.loader")
@@ -104,7 +144,10 @@ def test_the_quick_start_leaves_a_store_that_is_sound(started: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != START])
 def test_every_block_runs(name: str, started: Path, tmp_path: Path) -> None:
-    run_page(name, Path(shutil.copytree(started, tmp_path / "here")))
+    here = Path(shutil.copytree(started, tmp_path / "here"))
+    if name == "coming-from":
+        make_ogb(here)
+    run_page(name, here)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -112,10 +155,18 @@ def test_blocks_are_run_or_say_why_not(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text()
     blocks = blocks_of(text)
     assert 2 * len(blocks) == len(re.findall(r"^ *(```|~~~)", text, re.MULTILINE)), "no block escapes"
-    assert len([block for block in blocks if block.why]) == text.count("not run here:")
+    marked = text.count("<!-- demo -->") + text.count("<!-- tests -->") if name == "../README" else 0
+    assert len([block for block in blocks if block.why]) == text.count("not run here:") + marked
     for block in blocks:
-        assert block.kind in ("python", "sh", "text"), block
-        assert block.kind != "text" or not block.why, block
+        assert block.kind in (*RUN, *SHOWN), block
+        assert block.kind not in SHOWN or not block.why, block
+        assert block.why or block.kind in SHOWN or block.kind == "python" or lines_of(block), block
+
+
+def test_every_page_is_among_these() -> None:
+    pages = {path.stem for path in DOCS.glob("*.md")}
+    assert pages == (set(PAGES) - {"../README"}) | set(OUTSIDE)
+    assert not set(PAGES) & set(OUTSIDE)
 
 
 def anchors(path: Path) -> set[str]:
@@ -132,7 +183,7 @@ def test_every_link_leads_somewhere(name: str) -> None:
     for link in links:
         assert not link.startswith("http"), f"{link}: pages stand for themselves"
         path, _, anchor = link.partition("#")
-        target = (DOCS / path).resolve() if path else page
+        target = (page.parent / path).resolve() if path else page
         assert target.is_file(), link
         assert not anchor or anchor in anchors(target), link
 

@@ -10,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from featstore_cli.main import cli
 
 import featstore
 from featstore import errors
+from featstore.loaders.options import LoaderOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +40,46 @@ def test_every_page_of_the_repository_is_in_it(site: Path) -> None:
     for source in sources:
         page = site / source.relative_to(ROOT).with_suffix(".html")
         assert page.is_file(), source
+
+
+def test_its_address_alone_leads_to_the_index(site: Path) -> None:
+    (where,) = re.findall(r'url=([^"]+)"', (site / "index.html").read_text())
+    assert "To learn from" in (site / where).read_text()
+
+
+def test_notebooks_are_pages_with_their_cells_and_the_file(site: Path) -> None:
+    names = [path.stem for path in (ROOT / "docs/notebooks").glob("*.ipynb")]
+    assert names
+    for name in names:
+        page = (site / f"docs/notebooks/{name}.html").read_text()
+        assert page.count('class="highlight-python') >= 4, name
+        (file,) = re.findall(r'href="([^"]+\.ipynb)"', page.partition("download")[2].partition("</p>")[0])
+        assert (site / "docs/notebooks" / file).is_file(), name
+        assert f"notebooks/{name}.html" in (site / "docs/index.html").read_text()
+
+
+def test_every_option_of_the_command_is_told(site: Path) -> None:
+    page = html.unescape(re.sub(r"<[^>]+>", "", (site / "docs/cli.html").read_text()))
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        told = page.partition(f"\n{name}¶")[2] or page.partition(f"\n{name}#")[2]
+        section = re.split(r"\n[a-z-]+[¶#]\n", told)[0]
+        options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
+        missing = {one for one in options - {"--debug", "--help"} if one.startswith("--")}
+        assert {one for one in missing if one not in section} == set(), name
+
+
+def test_every_option_of_a_loader_is_told_and_nothing_of_the_inside(site: Path) -> None:
+    page = (site / "docs/api.html").read_text()
+    options = re.sub(r"<[^>]+>", "", page.partition("LoaderOptions")[2])
+    for option in LoaderOptions.__annotations__:
+        assert re.search(rf"\b{option}\b", options), option
+    names = set(re.findall(r'id="(featstore\.[^"]+)"', page))
+    assert "featstore.loaders.report.LoaderReport.hit_rate" in names
+    assert not {f"featstore.Request.{one}" for one in ("begin", "abandon", "close_piece")} & names
+    assert "featstore.Hosts.as_source" not in names
 
 
 def test_every_public_name_and_error_has_its_entry(site: Path) -> None:

@@ -101,7 +101,7 @@ def test_depth_and_staging_are_divided(
 @pytest.mark.parametrize(
     ("given", "rings"), [((64, 2**20, 64 * 1024, 1), 1), ((64, 2**20, 64 * 1024, 3), 3),
                          ((64, 2**20, 2**18, 4), 2), ((9, 2**20, 4096, 4), 1),
-                         ((64, 2**20, 64 * 1024, None), 4)],
+                         ((64, 2**20, 64 * 1024, None), 4), ((128, 2**24, 2**19, 64), 16)],
 )  # fmt: skip
 def test_never_more_than_asked_for_or_room_for(
     given: tuple[int, int, int, int | None], rings: int, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,53 @@ def be_any_host(rank: int, hosts: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def fixed_batches() -> list[tuple[Any, Any]]:
+    """Node ids, some twice, and edges among their positions."""
+    made = []
+    for step in range(9):
+        rng = np.random.default_rng([5, step])
+        made.append((rng.integers(0, NODES, 150), rng.integers(0, 150, (2, 600))))
+    return made
+
+
+def losses_of(store: Any, features: Any, **options: Any) -> list[str]:
+    """Of a small GraphSAGE over mini-batches that are the same on all hosts, to the last bit."""
+    torch.manual_seed(0)
+    own, other = torch.nn.Linear(features.shape[1], 5), torch.nn.Linear(features.shape[1], 5, bias=False)
+    optimiser = torch.optim.Adam([*own.parameters(), *other.parameters()], lr=0.01)
+    losses, given = [], {"memory": "48MiB", "rank": 0, "world_size": 1} | options
+    with store.loader(fixed_batches(), tensors=True, **given) as loader:
+        for _ in range(2):
+            for batch in loader:
+                assert (batch.x.numpy() == features[batch.n_id]).all()
+                row, col = torch.as_tensor(batch.sample)
+                near = torch.zeros_like(batch.x).index_add_(0, col, batch.x[row])
+                near /= torch.bincount(col, minlength=len(near)).clamp(min=1)[:, None]
+                label = torch.as_tensor(batch.n_id % 5)
+                loss = torch.nn.functional.cross_entropy(own(batch.x) + other(near), label)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                losses.append(float(loss.detach()).hex())
+        assert (loader.report().remote_rows > 0) == (store.place.hosts > 1)
+    return losses
+
+
+def be_learner(rank: int, hosts: int, folder: str, name: str) -> None:
+    """Write down every loss, with and without rows of others that stay, in memory that looks ahead too, and
+    how many rows were asked for."""
+    join(rank, hosts, folder, name)
+    features = np.load("features.npy")
+    told = {}
+    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
+        for kept in (None, "100KiB"):
+            before = store.received()[0]
+            losses = losses_of(store, features, halo=kept, policy="fifo")
+            told[str(kept)[:5]] = {"losses": losses, "rows": store.received()[0] - before}
+    Path(f"{name}.told.{rank}").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
 def be_host(rank: int, hosts: int, ranks: int, folder: str, name: str) -> None:
     """Train in every mode, from the beginning and from the middle of an epoch on; write down what came."""
     join(rank, hosts * ranks, folder, name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,9 @@ import featstore
 from featstore.errors import BudgetError
 from featstore.hosts.ahead import Ahead, AheadTier
 from featstore.hosts.next_uses import STEPS_MAX, USES_MAX, NextUses
+from featstore.hosts.owners import Owners
+from featstore.loaders.divided import GivenShare
+from featstore.loaders.online.lookahead import Lookahead
 from featstore.testing import ArraySource, check_source
 from featstore.tiers.slots.layout import MIN, NEVER
 from featstore.tiers.slots.rows import buffer_bytes
@@ -219,3 +224,29 @@ def test_too_little_memory_says_how_much_is_needed(source: ArraySource) -> None:
     with closing(Ahead(table, needed).over(source, needed)) as tier:
         assert isinstance(tier, AheadTier)
         check_source(tier, source._arrays, requests=3)
+
+
+def test_a_list_of_mini_batches_is_looked_ahead_at(store: featstore.Store) -> None:
+    """Of other hosts' rows, from epoch to epoch, when each is wanted next, ids that come twice included."""
+    steps = steps_like(np.random.default_rng(2), 6, 60, 30)
+    hosts = (np.arange(NODES) % 2).astype(np.uint8)
+    split: Any = SimpleNamespace(
+        tables={"a": store.table("a")}, table=store.table, owners={"a": Owners("a", hosts, 0, 2)}
+    )
+    twice = [np.concatenate([step, step[:5]]) for step in steps]
+    share = GivenShare(twice)
+    looking = Lookahead(split, share, share.epoch, 4 << 20, None, None)
+    others = [{node for node in step.tolist() if node % 2} for step in steps] * 2
+    known = 0
+    for epoch in range(2):
+        for index, _ in enumerate(looking.epoch(epoch)):
+            looking.begin(epoch, index)
+            now = 6 * epoch + index
+            wanted = np.array(sorted(others[now]))
+            for node, use in zip(wanted, looking.ahead.uses.of(wanted), strict=True):
+                # all twelve steps are of the first block
+                following = [step for step in range(now + 1, 12) if node in others[step]]
+                if following:
+                    assert use == following[0]
+                    known += 1
+    assert known > 100

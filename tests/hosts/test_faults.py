@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -146,15 +147,19 @@ def test_a_restart_goes_on_with_the_mini_batches_that_were_left(
 
 ENDS = """
 import os, signal, subprocess, sys
+from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 import featstore
 how, rank = sys.argv[1], int(os.environ.get("RANK", sys.argv[-1]))
-if how == "torchrun":
+if how.startswith("SIG") or how == "cut":  # under torchrun
     dist.init_process_group("gloo")
 else:
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 features = np.load("features.npy")
+if how == "cut":
+    from fault_hosts import cut, sockets
+    before = sockets()
 store = featstore.open_split("parts2", memory="16MiB", timeout_seconds=3)
 with store.reader(memory="16MiB") as reader:
     for step in range(10**6):
@@ -163,9 +168,13 @@ with store.reader(memory="16MiB") as reader:
         if step == 20 and rank == 1:
             if how == "error":
                 raise ZeroDivisionError("on purpose")
-            if how == "torchrun":  # which ends it only when it goes on
+            if how == "cut":
+                cut(sockets() - before, Path("features.npy"), 0)
+                continue
+            if how == "SIGSTOP":  # torchrun ends it only when it goes on
                 subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"], start_new_session=True)
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if how.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, how))
             break
 """
 
@@ -192,15 +201,29 @@ def test_a_process_that_leaves_the_store_open_ends_as_it_would(folder: Path, how
     assert ("on purpose" in said[1]) == (how == "error")
 
 
-def test_under_torchrun_it_is_the_error_of_the_process(folder: Path) -> None:
-    """And not a signal: torchrun names the error and exit code 1."""
+@pytest.mark.parametrize(
+    ("kind", "why", "code"),
+    [
+        ("SIGSTOP", r"PeerError: host 1 \(rank 1\) was not heard of for 3 seconds", "1"),
+        ("SIGKILL", "", "-9"),
+        ("cut", r"PeerError: host [01] \(rank [01]\) is gone", "1"),
+    ],
+)
+def test_under_torchrun_it_is_the_error_of_the_process(folder: Path, kind: str, why: str, code: str) -> None:
+    """And not a signal: torchrun names the error and exit code 1. It ends the others itself where one is
+    killed."""
     (folder / "ends.py").write_text(ENDS)
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ends.py",
-         "torchrun"], cwd=folder, capture_output=True, text=True, timeout=2 * START_SECONDS, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+         kind], cwd=folder, capture_output=True, text=True, timeout=2 * START_SECONDS, check=False,
+        env=os.environ | {
+            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        },
     )  # fmt: skip
     assert done.returncode == 1
-    assert "PeerError: host 1 (rank 1) was not heard of for 3 seconds" in done.stderr
-    assert "exitcode  : 1 " in done.stderr
+    assert re.search(why, done.stderr), done.stderr
+    assert f"exitcode  : {code} " in done.stderr, done.stderr
     assert "SIGABRT" not in done.stderr
+    assert "AssertionError" not in done.stderr

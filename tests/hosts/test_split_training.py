@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 from fault_hosts import all_of, forked_from
-from mode_hosts import be_any_host
+from mode_hosts import be_any_host, be_learner
 
 import featstore
 from featstore.errors import ArgumentError, FeatstoreWarning, SourceError
@@ -95,6 +95,24 @@ def test_rows_and_mini_batches_of_any_number_of_hosts(folder: Path, hosts: int) 
     assert len(by_rank[0]) == 3
 
 
+def test_losses_are_the_same_on_any_number_of_hosts(tmp_path: Path, pack: Any) -> None:
+    """To the last bit, on every host, whatever is kept."""
+    graph_and_rows(tmp_path, pack, 1, 2, 4)
+    expected = None
+    for hosts in (1, 2, 4):
+        name = f"learn{hosts}"
+        assert all_of(forked_from(tmp_path), be_learner, hosts, hosts, str(tmp_path), name) == [0] * hosts
+        for rank in range(hosts):
+            told = json.loads((tmp_path / f"{name}.told.{rank}").read_text())
+            assert len(told) == 2
+            for one in told.values():
+                expected = expected or one["losses"]
+                assert one["losses"] == expected
+                assert (one["rows"] > 0) == (hosts > 1)
+    assert expected is not None
+    assert len(set(expected)) == 18
+
+
 def test_wrong_calls_say_what_to_do(folder: Path) -> None:
     with pytest.raises(ArgumentError, match=r"open_split has no option 'queue_dept'.*queue_depth"):
         featstore.open_split(folder / "parts1", queue_dept=4)  # type: ignore[call-arg]
@@ -112,6 +130,8 @@ def test_wrong_calls_say_what_to_do(folder: Path) -> None:
         ):
             with pytest.raises(ArgumentError, match=words):
                 store.loader(seeds="train", fanouts=(2,), memory="48MiB", **options)
+        with pytest.raises(ArgumentError, match="for mini-batches that are known beforehand"):
+            store.loader(lambda epoch: [np.arange(9)], memory="48MiB", halo="20KiB")
 
 
 def test_files_of_the_topology_are_not_taken_for_rows(tmp_path: Path, pack: Any) -> None:

@@ -416,3 +416,9 @@ def test_epochs_set_by_a_training_loop(store: Any, mode: str) -> None:
         assert drawn(next(held)) == expected[1][0]
         loader.set_epoch(1)
         assert [drawn(batch) for batch in loader] == expected[1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_who_shuffles_seeds_is_told_that_they_are(store: Any, mode: str) -> None:
+    with pytest.raises(ArgumentError, match=r"every epoch; seeds_in_order=True leaves them"):
+        store.loader(seeds=np.arange(4), fanouts=(2,), shuffle=True, mode=mode)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,20 @@ from featstore.engine.lane import Lane
 from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.layout import TableLayout
 from featstore.measure import bench as bench_module
-from featstore.measure import thread_rates as module
+from featstore.measure import engine_rates as module
 from featstore.measure.bench import bench
 from featstore.measure.calibrate import (
     EXTENT_SIZES,
-    Sample,
     calibrate,
     fit_model,
+    keep,
     measure,
 )
+from featstore.measure.calibration import Sample
+from featstore.measure.engine_rates import EngineRate, decide_engine
 from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.measure.scratch import scratch_store
-from featstore.measure.thread_rates import chosen_threads
-from featstore.plan.cost import DeviceModel, load_model, models_path, save_model
+from featstore.plan.cost import DeviceModel, calibrated_engine, load_model, models_path
 from featstore.store import Store
 
 PAGE = 4096
@@ -46,6 +48,7 @@ HERE = [name for name in ENGINES if name != "uring" or choose("auto").name == "u
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(module, "busy_core_seconds", lambda: 0.0)  # whatever else runs
 
 
 @pytest.fixture
@@ -179,7 +182,9 @@ def test_calibrate_keeps_a_model_that_readers_take(
     assert not result.temporary
     assert load_model(result.key).calibrated is False, "measuring keeps nothing"
     monkeypatch.setattr("featstore.measure.calibrate.DATA_BYTES_MIN", 1)
-    model = calibrate(store.path, engine, seconds=0.05)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "which engine and how many rings", FeatstoreWarning)
+        model = calibrate(store.path, engine, seconds=0.05)
     assert load_model(result.key) == model
     with store.reader(engine=engine, static=None) as reader:
         assert reader.model == model
@@ -196,7 +201,7 @@ def test_small_stores_get_a_temporary_one(store: Store, monkeypatch: pytest.Monk
         assert result.temporary
         assert [s.extent_bytes for s in result.samples] == list(EXTENT_SIZES)
         assert [p.name for p in store.path.parent.iterdir()] == ["s"]
-    assert {stage for stage, _, _ in seen} == {"write", "measure", "measure gaps"}
+    assert {stage for stage, _, _ in seen} == {"write", "measure", "measure engines", "measure gaps"}
     assert all(0 <= done <= total for _, done, total in seen)
 
 
@@ -328,36 +333,105 @@ def test_bench_reads_in_store_order(tmp_path: Path) -> None:
     assert not models_path().exists()
 
 
+def _rate(engine: Any, threads: int | None, *rates: float) -> EngineRate:
+    return EngineRate(engine, threads, rates if len(rates) > 1 else rates * 5, 1e-6)
+
+
+def _rings(**rates: float) -> list[EngineRate]:
+    return [_rate("uring", int(name[1:]), rate) for name, rate in rates.items()]
+
+
 def test_as_many_threads_as_pay() -> None:
-    assert chosen_threads({1: 90.0, 2: 95.0, 4: 400.0}) == 1, "two are not worth it"
-    assert chosen_threads({1: 90.0, 2: 170.0, 4: 180.0, 8: 900.0}) == 2
-    assert chosen_threads({1: 90.0, 2: 170.0, 4: 300.0}) == 4
-    assert chosen_threads({1: 90.0}) == 1
+    assert decide_engine(_rings(r1=90, r2=95, r4=400), 0).threads == 1, "two are not worth it"
+    assert decide_engine(_rings(r1=90, r2=170, r4=180, r8=900), 0).threads == 2
+    assert decide_engine(_rings(r1=90, r2=170, r4=300), 0).threads == 4
+    assert decide_engine(_rings(r1=90), 0).threads == 1
 
 
-def test_threads_are_measured_kept_and_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_that_pays() -> None:
+    slow_disk = decide_engine([*_rings(r1=90, r2=92), _rate("threads", None, 95)], 0)
+    assert (slow_disk.best.engine, slow_disk.threads, slow_disk.open_because) == ("uring", 1, "")
+    fast = decide_engine([*_rings(r1=200, r2=380), _rate("threads", None, 500)], 0)
+    assert (fast.best.engine, fast.threads, fast.open_because) == ("threads", None, "")
+    assert decide_engine([_rate("threads", None, 5)], 9).best.engine == "threads", "there is nothing else"
+
+
+def test_a_busy_machine_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = [*_rings(r1=90, r2=92), _rate("threads", None, 500)]
+    busy = decide_engine(found, 0.8)
+    assert (busy.best.engine, busy.threads) == ("uring", None)
+    assert busy.open_because == "other programs had 0.8 of 2 cores meanwhile"
+    assert decide_engine(found, 0.2).open_because == ""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert decide_engine(found, 1.8).open_because == "", "there were cores enough for two rings"
+
+
+def test_what_does_not_repeat_decides_nothing() -> None:
+    once = decide_engine([*_rings(r1=90), _rate("uring", 2, 90, 200, 90, 90, 90)], 0)
+    assert (once.threads, once.open_because) == (1, ""), "one round of five"
+    rings = decide_engine([*_rings(r1=90), _rate("uring", 2, 90, 200, 90, 200, 200)], 0)
+    assert rings.threads is None
+    assert rings.open_because == "in some rounds 2 rings were faster than 1, in some not"
+    engines = decide_engine([*_rings(r1=90), _rate("threads", None, 90, 200, 90, 200, 200)], 0)
+    assert (engines.best.engine, engines.threads) == ("uring", 1)
+    assert engines.open_because == "in some rounds engine threads was faster than uring, in some not"
+
+
+def _run_at(rates: dict[tuple[str, int], float]) -> Any:
+    """``LaneBench.run`` at these rates, which no other program's load can change."""
+    real = LaneBench.run
+
+    def run(self: LaneBench, extent_bytes: int, reads: int) -> float:
+        real(self, extent_bytes, reads)
+        return reads / rates[self._engine.name, self.threads if self._engine.name == "uring" else 0]
+
+    return run
+
+
+def test_engines_are_measured_kept_and_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rings, where twice as many are faster; a reader that is told takes what it is told."""
     if "uring" not in HERE:
         pytest.skip("io_uring does not work here")
     monkeypatch.setattr(module, "available_cores", lambda: 4)
-    given = []
-    real = LaneBench.run
-
-    def run(self: LaneBench, extent_bytes: int, reads: int) -> float:
-        threads = self._engine.threads
-        given.append(threads)
-        real(self, extent_bytes, reads)
-        return reads / {1: 1e5, 2: 1e6, 4: 1.1e6}[threads]  # which no other program's load can change
-
-    monkeypatch.setattr(LaneBench, "run", run)
-    result = measure(store.path, "uring", seconds=0.05, data_bytes_min=0)
-    assert set(result.thread_rates) == {1, 2, 4}
-    assert set(given) >= {1, 2, 4}
-    assert result.model.threads == 2, "four are as fast as two"
-    save_model(result.key, result.model)
-    with store.reader(engine="uring", static=None) as reader:
+    rates = {("uring", 1): 1e5, ("uring", 2): 1e6, ("uring", 4): 1.1e6, ("threads", 0): 1.1e6}
+    monkeypatch.setattr(LaneBench, "run", _run_at(rates))
+    monkeypatch.setattr("featstore.measure.calibrate.DATA_BYTES_MIN", 0)
+    calibrate(store.path, seconds=0.05)
+    with store.reader(static=None) as reader:
+        assert reader.engine.name == "uring"
         assert reader._engine is not None
-        assert reader._engine.threads == 2
+        assert reader._engine.threads == 2, "four are as fast as two"
+        assert "1,100,000 through uring" in reader.engine.because or reader.access != "direct"
     with store.reader(engine="uring", static=None, threads=1) as reader:
         assert reader._engine is not None
         assert reader._engine.threads == 1
+    rates["threads", 0] = 4e6
+    result = measure(store.path, seconds=0.05, data_bytes_min=0)
+    assert (result.engine, result.model.threads) == ("threads", None)
+    assert {(one.engine, one.threads) for one in result.rates} == {
+        ("uring", 1), ("uring", 2), ("uring", 4), ("threads", None)
+    }  # fmt: skip
+    assert all(one.cpu_seconds > 0 for one in result.rates)
+    if result.access != "direct":
+        pytest.skip("no direct reads here")
+    keep(result)
+    with store.reader(static=None) as reader:
+        assert reader.engine.name == "threads"
+        assert reader.model.read_cpu_seconds == result.model.read_cpu_seconds
+        assert "4,000,000 through threads" in reader.engine.because
+    with store.reader(static=None, threads=2) as reader:
+        assert reader.engine.name == "uring", "of two threads only rings keep many reads under way"
+
+
+def test_what_is_left_open_is_told_and_keeps_no_engine(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "uring" not in HERE:
+        pytest.skip("io_uring does not work here")
+    monkeypatch.setattr("featstore.measure.calibrate.DATA_BYTES_MIN", 0)
+    monkeypatch.setattr(module, "busy_core_seconds", iter([0.0, 1e6]).__next__)
+    with pytest.warns(FeatstoreWarning, match="left open: other programs had .* Calibrate again when"):
+        model = calibrate(store.path, seconds=0.05)
+    assert (model.threads, model.engine) == (None, None)
+    assert calibrated_engine(store.path) is None
+    with store.reader(static=None) as reader:
+        assert (reader.engine.name, reader.model) == ("uring", model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from featstore.errors import FormatError
+from featstore.plan import cost
 from featstore.plan.cost import (
     DEFAULT,
     DeviceModel,
+    calibrated_engine,
     device_key,
+    device_model,
     load_model,
     load_models,
     models_path,
@@ -68,6 +73,7 @@ def test_where_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         '{"a": {"read_seconds": 1e-5, "byte_seconds": 0, "request_seconds": 0}}',
         '{"a": {"read_seconds": -1, "byte_seconds": 1e-9, "request_seconds": 0}}',
         '{"a": {"read_seconds": 1e-5, "byte_seconds": 1e-9, "request_seconds": 0, "more": 1}}',
+        '{"a": {"read_seconds": 1e-5, "byte_seconds": 1e-9, "request_seconds": 0, "engine": "mmap"}}',
     ],
 )  # fmt: skip
 def test_a_bad_file_of_models_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
@@ -80,5 +86,55 @@ def test_a_bad_file_of_models_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_key_tells_device_engine_and_access(tmp_path: Path) -> None:
     key = device_key(tmp_path, "uring", "direct")
     device = tmp_path.stat().st_dev
-    assert key == f"{device >> 8 & 0xFFF}:{device & 0xFF}/uring/direct" or key.endswith("/uring/direct")
+    assert key.startswith(f"{os.major(device)}:{os.minor(device)}-")
+    assert key.endswith("/uring/direct")
+    assert key == device_key(tmp_path, "uring", "direct")
     assert key != device_key(tmp_path, "threads", "direct") != device_key(tmp_path, "threads", "buffered")
+
+
+def test_another_device_of_the_same_number_has_not_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Disks that come and go get each other's numbers."""
+    key = device_key(tmp_path, "uring", "direct")
+    real = os.statvfs(tmp_path)
+
+    class Other:
+        f_fsid = real.f_fsid + 1
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Other)
+    assert device_key(tmp_path, "uring", "direct") != key
+    monkeypatch.undo()
+    monkeypatch.setattr(cost, "_sectors", lambda _: "12345")
+    assert device_key(tmp_path, "uring", "direct") != key
+
+
+def test_a_device_without_a_size_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_BLOCK_DEVICES", tmp_path)
+    assert device_key(tmp_path, "uring", "direct").endswith("-/uring/direct")
+
+
+def test_the_fastest_engine_is_kept_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path))
+    assert calibrated_engine(tmp_path) is None
+    uring, threads = DeviceModel(1e-5, 1e-9, 0.0), DeviceModel(2e-6, 1e-9, 0.0)
+    save_model(device_key(tmp_path, "uring", "direct"), uring)
+    save_model(device_key(tmp_path, "threads", "direct"), threads)
+    assert device_model(tmp_path) == uring
+    measured = DeviceModel(2e-6, 1e-9, 0.0, engine="threads", engine_rates={"uring": 1e5, "threads": 4e5})
+    save_model(device_key(tmp_path, "auto", "direct"), measured)
+    assert calibrated_engine(tmp_path) == (
+        "threads", "calibrated: reads of a page a second, 400,000 through threads, 100,000 through uring"
+    )  # fmt: skip
+    assert device_model(tmp_path) == threads
+
+
+def test_models_of_before_are_read_and_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They have fewer fields, and keys that name no file system."""
+    monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path))
+    number = tmp_path.stat().st_dev
+    old = f"{os.major(number)}:{os.minor(number)}/uring/direct"
+    model = {"read_seconds": 1e-5, "byte_seconds": 1e-9, "request_seconds": 0}
+    models_path().write_text(json.dumps({old: model}))
+    assert load_models() == {old: DeviceModel(1e-5, 1e-9, 0.0)}
+    assert device_model(tmp_path) is DEFAULT

@@ -41,8 +41,8 @@ def test_tables_and_their_maps(store: featstore.Store, features: np.ndarray) -> 
     assert table.partition_offsets.tolist() == [0, 1000]
     assert table.rows_by_degree() is None
     assert table.entry.order.method == "permutation"
-    assert "1,000 rows of (100,) float32" in repr(table)
-    assert "features" in repr(store)
+    assert "1,000 of 100 float32" in str(table)
+    assert "features" in str(store)
 
 
 def test_a_table_in_the_order_given_has_no_maps(tmp_path: Path, pack: Any) -> None:

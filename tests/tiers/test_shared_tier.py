@@ -193,7 +193,7 @@ def test_every_row_is_the_sources(
         assert 0 <= sum(stats.hits.values()) <= stats.rows_asked
         assert (stats.engine, stats.reads, stats.bytes_read) == ("shared", 0, 0)
         assert list(stats.hits)[-1] == "shared"
-        assert f"{' over '.join(tier.name for tier in reader.tiers)}, 16,777,216 bytes" in repr(reader)
+        assert " over ".join(tier.name for tier in reader.tiers) in str(reader)
 
 
 def test_a_device_over_a_shared_buffer(

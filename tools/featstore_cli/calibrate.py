@@ -11,7 +11,8 @@ from featstore_cli.options import json_option, settings, shared_options
 from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show, table
 
 if TYPE_CHECKING:
-    from featstore.measure.calibrate import Calibration
+    from featstore.measure.calibration import Calibration
+    from featstore.measure.engine_rates import EngineRate
 
 _SPREAD_MAX = 0.5
 
@@ -37,8 +38,8 @@ def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: boo
     nothing else use the device meanwhile.
     """
     from featstore.engine import ENGINES
-    from featstore.measure.calibrate import measure
-    from featstore.plan.cost import models_path, save_model
+    from featstore.measure.calibrate import keep, measure
+    from featstore.plan.cost import models_path
 
     engines = [engine]
     if engine == "all":
@@ -48,10 +49,12 @@ def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: boo
         with progress(f"calibrating {name}", unit="steps") as tell:
             results.append(measure(path, name, seconds=seconds, progress=tell))
         if not dry_run:
-            save_model(results[-1].key, results[-1].model)
+            keep(results[-1])
     saved = None if dry_run else str(models_path())
+    for left_open in filter(None, (result.left_open for result in results)):
+        remark(f"featstore: {left_open}")
     if as_json:
-        print_json("featstore.calibrate/1", {"saved": saved, "calibrations": [r.to_dict() for r in results]})
+        print_json("featstore.calibrate/2", {"saved": saved, "calibrations": [r.to_dict() for r in results]})
         return
     for result in results:
         if not settings().quiet:
@@ -79,7 +82,7 @@ def _works_here(engine: str) -> bool:
 
 
 def _render(result: object) -> None:
-    from featstore.measure.calibrate import Calibration
+    from featstore.measure.calibration import Calibration
     from featstore.units import format_bytes
 
     assert isinstance(result, Calibration)
@@ -113,14 +116,27 @@ def _render(result: object) -> None:
                     f"read through gaps of up to {model.gap_pages_max} pages; model within "
                     f"{result.error:.0%} of every size",
                 ),
-                ("threads", _threads(result)),
+                ("taken", _taken(result)),
+                *(("  measured", _rate(one)) for one in result.rates),
             ]
         ),
         "",
     )
 
 
-def _threads(result: Calibration) -> str:
-    """How many read, and what was measured of that."""
-    rates = ", ".join(f"{rate:,.0f} with {count}" for count, rate in result.thread_rates.items())
-    return f"{result.model.threads}{f': reads of a page a second, {rates}' if rates else ''}"
+def _taken(result: Calibration) -> str:
+    """Which engine, and how many threads of it, and whether that was the question."""
+    threads = result.model.threads
+    rings = "" if threads is None else f" with {threads} ring{'s' * (threads > 1)}"
+    if result.open_because:
+        return f"{result.engine}: left open, because {result.open_because}"
+    return f"{result.engine}{rings}{': fastest of those below' if len(result.rates) > 1 else ''}"
+
+
+def _rate(one: EngineRate) -> str:
+    """An engine's rate, in words."""
+    rings = "" if one.threads is None else f" with {one.threads} ring{'s' * (one.threads > 1)}"
+    return (
+        f"{one.engine}{rings}: {one.reads_per_second:,.0f} reads of a page a second, "
+        f"{seconds_text(one.cpu_seconds)} of a core each, spread {one.spread:.0%}"
+    )

@@ -102,8 +102,9 @@ def _tables(data: dict[str, Any]) -> str:
         for n, t in data["tables"].items()
     ]  # fmt: skip
     identity = (
-        f"{data['uuid']}, format {data['format_version']}, generation {data['generation']}; "
-        f"{data['files']['count']:,} files, {format_bytes(data['files']['bytes'])}"
+        f"{sum(t['rows'] for t in data['tables'].values()):,} rows; {data['files']['count']:,} files, "
+        f"{format_bytes(data['files']['bytes'])}; format {data['format_version']}, {data['uuid']}, "
+        f"generation {data['generation']}"
     )
     graphs = [
         [n, f"{g['nodes']:,}", f"{g['edges']:,}", format_bytes(g["bytes"])] for n, g in data["graphs"].items()
@@ -171,7 +172,7 @@ def _partitions(store: Any) -> str:
     drawn = []
     for table in _charted(store)[:CHARTED_MAX]:
         sizes = np.diff(table.partition_offsets)
-        heading = f"<h4>table {safe(table.name)}: {len(sizes):,} partitions</h4>"
+        heading = f"<h4>table {safe(table.name)}: {len(sizes):,} partition{'s' * (len(sizes) != 1)}</h4>"
         if len(sizes) < 2:
             drawn.append(heading + _ONE_PARTITION)
             continue
@@ -332,7 +333,7 @@ def _of_run(run: Any) -> list[tuple[str, str]]:
         what = f"{run.amplification:.1f} bytes were read for each byte asked for"
         return [(what, "ask for more rows at once, or order the store by its graph")]
     waited, trained = run.seconds.get("wait", 0.0), run.seconds.get("train", 0.0)
-    if waited <= trained:
+    if waited <= trained or trained < 0.05:  # a loop that did nothing was no training
         return []
     what = f"the loop waited {waited:,.1f} s and trained {trained:,.1f} s; {run.slowest} was busy longest"
     return [(what, "give more memory, or take another mode: featstore loader-costs STORE")]

@@ -148,9 +148,9 @@ def _reading(store: Any) -> dict[str, Any]:
     """Engine, access and device model that a reader would use here, and why."""
     from featstore.base.files import direct_refusal
     from featstore.engine import choose
-    from featstore.plan.cost import device_key, load_model
+    from featstore.plan.cost import calibrated_engine, device_key, load_model
 
-    engine = choose("auto")
+    engine = choose("auto", calibrated_engine(store.path))
     paths = [
         (store.path / t.entry.chunk_path(0), t.layout.chunk_bytes)
         for t in store.tables.values()
@@ -171,6 +171,7 @@ def _reading(store: Any) -> dict[str, Any]:
             "request_seconds": model.request_seconds,
             "gap_pages_max": model.gap_pages_max,
             "threads": model.threads,
+            "read_cpu_seconds": model.read_cpu_seconds,
         },
     }
 
@@ -226,7 +227,7 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
                 ("reading here", f"through {reading['engine']}: {reading['engine_because']}"),
                 ("  access", f"{reading['access']}: {reading['access_because']}"),
                 ("  device model", f"{cost}; gaps of up to {model['gap_pages_max']} pages are read through"),
-                ("  threads", _threads(model)),
+                ("  threads", _threads(model, reading["engine"])),
                 ("packed", ""),
                 *provenance,
             ]
@@ -234,12 +235,17 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
     )
 
 
-def _threads(model: dict[str, Any]) -> str:
-    """How many threads read, and why so many."""
+def _threads(model: dict[str, Any], engine: str) -> str:
+    """How many threads read, why so many, and what a read takes of them."""
+    cpu = model["read_cpu_seconds"]
+    each = "" if cpu is None else f"; a read of a page takes {seconds_text(cpu)} of a core"
+    if engine != "uring":
+        return f"as many as the engine takes, up to 32{each}"
     if model["threads"] is None:
-        return "as many as are busy; `featstore calibrate` measures how many are faster"
+        open_text = "left open when calibrated" if model["calibrated"] else "`featstore calibrate` measures"
+        return f"as many as are busy; how many are faster: {open_text}{each}"
     why = "more were not faster" if model["threads"] == 1 else "as many as were measured to be faster"
-    return f"{model['threads']} read{'s' * (model['threads'] == 1)}: {why}"
+    return f"{model['threads']} read{'s' * (model['threads'] == 1)}: {why}{each}"
 
 
 def _source(source: Any) -> str:

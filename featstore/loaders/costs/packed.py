@@ -27,7 +27,7 @@ from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
 from featstore.loaders.rolling import TRAIN_SHARE
 from featstore.plan.budget import reader_bytes
-from featstore.plan.cost import DeviceModel, device_key, load_model
+from featstore.plan.cost import DeviceModel, device_model
 from featstore.plan.extents import Extents, plan_extents
 from featstore.storage.store import Table
 from featstore.units import EXTENT_BYTES_MAX, format_bytes
@@ -161,7 +161,7 @@ def _laid(
         raise BudgetError(needed, given, "decide where the rows of a trace go, and pack them")
     if isinstance(exact, CompileForecast):
         return _decided(world, exact, budget.depth)
-    model = load_model(device_key(world.store.path, "uring", "direct"))
+    model = device_model(world.store.path)
     asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
     count, total = world.batches, max(1.0, sum(asked.values()))
     found: list[tuple[float, ...]] = []
@@ -228,7 +228,7 @@ def _decided(world: World, exact: CompileForecast, depth: int) -> Laid:
     resident = sum((t["resident_rows"] + t["device_rows"]) * t["row_bytes"] for t in tables)
     asked = sum(t["asked_rows"] * t["row_bytes"] for t in tables)
     hits = sum(t["hit_rows"] * t["row_bytes"] for t in tables)
-    model = load_model(device_key(world.store.path, "uring", "direct"))
+    model = device_model(world.store.path)
     back = [_restored(t["resident_rows"], t["restored_rows"], t["row_bytes"], model) for t in tables]
     reads = sum(t["reads"] for t in tables) + exact.batches + sum(one.reads for one in back)
     bytes_read = exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back)

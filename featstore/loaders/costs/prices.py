@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from featstore.storage.store import Table
 
 _ROUNDS = 5
-_SETTLING_SECONDS = 0.1
+_SETTLING_SECONDS, _SETTLING_SECONDS_MAX = 0.1, 0.6
+_SETTLED_PASSES = 4  # one after the other, of which none is much faster than any before
+_FASTER = 0.95
 _PATTERN_BYTES = 8 << 20  # of rows asked for in a round
 _RUNS = 8
 _REQUESTS = 50
@@ -74,10 +76,7 @@ def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> 
         some = [ids[(number * most + k) % len(ids)] for k in range(min(most, len(ids)))]
         return _read(reader, table, [len(one) for one in some], _of(some, reader.submit, table))
 
-    begin, number = time.perf_counter(), 0
-    while time.perf_counter() - begin < _SETTLING_SECONDS:  # as many rings as a fast device keeps busy
-        rows_of(number)
-        number += 1
+    _settle(rows_of)
     for number in range(_ROUNDS):
         rows.append(rows_of(number))
         low = random.integers(0, max(1, table.rows - length), _RUNS)
@@ -86,6 +85,18 @@ def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> 
         runs.append(_read(reader, table, counts, _of(each, reader.submit_runs, table)))
     few = _read(reader, table, [1] * _REQUESTS, _of([ids[0][:1]] * _REQUESTS, reader.submit, table))
     return prices(_median(rows), _median(runs), few.cpu_seconds / _REQUESTS)
+
+
+def _settle(read: Callable[[int], Pattern]) -> None:
+    """Read until it gets no faster: the engine has to find how many rings a fast device keeps busy."""
+    begin, number, since, best = time.perf_counter(), 0, 0, float("inf")
+    while (spent := time.perf_counter() - begin) < _SETTLING_SECONDS_MAX:
+        if spent >= _SETTLING_SECONDS and since >= _SETTLED_PASSES:
+            return
+        pattern = read(number)
+        price = pattern.seconds / max(1.0, pattern.bytes_read)
+        since = 0 if price < _FASTER * best else since + 1
+        best, number = min(best, price), number + 1
 
 
 def prices(rows: Pattern, runs: Pattern, request_cpu_seconds: float) -> Prices:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from featstore.base.sheets import Grid, Sheet
 from featstore.units import format_bytes
+
+_HEAD = ["mode", "prepare", "an epoch", "reads", "writes", "disk", "needs memory", "hits", ""]
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,22 @@ class LoaderCosts:
         """Plain data, for JSON."""
         return asdict(self)
 
+    def _repr_html_(self) -> str:
+        """For notebooks; :meth:`__str__` where styles are dropped."""
+        grid = Grid(_HEAD, [_cells(one) for one in self.modes.values()])
+        disk = "no disk=" if self.disk_bytes is None else format_bytes(self.disk_bytes)
+        facts = {
+            "mode='auto' takes": f"{self.mode}, because {self.because}",
+            "memory": format_bytes(self.memory_bytes),
+            "disk": disk,
+            "looked at": f"{self.looked_at:,} of an epoch's {self.epoch_batches:,} mini-batches",
+            "device model": "calibrated" if self.calibrated else "not calibrated: run `featstore calibrate`",
+        }
+        return Sheet("What each mode would cost", facts, [grid]).html(str(self))
+
     def __str__(self) -> str:
-        head = ["mode", "prepare", "an epoch", "reads", "writes", "disk", "needs memory", "hits", ""]
-        lines = [head, *(_cells(one) for one in self.modes.values())]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        lines = [_HEAD, *(_cells(one) for one in self.modes.values())]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
         text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines]
         model = "calibrated" if self.calibrated else "not calibrated: run `featstore calibrate`"
         disk = "no disk=" if self.disk_bytes is None else f"disk {format_bytes(self.disk_bytes)}"

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from featstore.arguments import as_choice, as_path
+from featstore.arguments import as_callback, as_choice, as_path
+from featstore.base.progress import watched
 from featstore.base.system import is_there
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError, FormatError, IncompleteStoreError, SourceError, StoreExistsError
@@ -42,6 +43,7 @@ _REPLACES = "replaces"
 _WITHOUT_PARTITIONS = ("given", "permutation", "degree")
 
 
+@watched
 def split_features(
     features: Any,
     hosts: int,
@@ -66,7 +68,7 @@ def split_features(
     memory: int | str = "1GiB",
     resume: bool = False,
     overwrite: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: bool | Callable[[Progress], None] | None = None,
     disk: Disk | None = None,
 ) -> Path:
     """Split features and their graph by hosts into the directory ``out``, as :func:`featstore.pack` and then
@@ -93,8 +95,9 @@ def split_features(
     """
     reading = {"raw_dtype": raw_dtype, "shape": shape, "offset": offset, "key": key, "columns": columns}
     asked = SplitRequest(
-        hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite, progress, disk
-    )
+        hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite,
+        as_callback(progress, "progress"), disk,
+    )  # fmt: skip
     inputs = parse_inputs(features, graph, arrays, reading, numbered=edge_ids is not False)
     if inputs.types:
         raise SourceError(
@@ -126,7 +129,7 @@ def split_features(
     journal = _journal(path, inputs, asked, options)
     for text in inputs.warnings:
         warn(text)
-    _pack_order(path, inputs, asked, options | {"progress": progress, "disk": disk}, journal)
+    _pack_order(path, inputs, asked, options | {"progress": asked.progress, "disk": disk}, journal)
     try:
         with OpenStore(path) as base:
             asked.run(base)
@@ -155,7 +158,7 @@ def _journal(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str,
     asked_of_pack = Options.of(
         inputs, permutation=None, topology=True, hub_rank="degree", train=None, **options
     )
-    check_pack(asked_of_pack, inputs, resume=False, overwrite=False, progress=None)
+    check_pack(asked_of_pack, inputs, resume=False, overwrite=False)
     options["edge_ids"] = asked_of_pack.edge_ids  # of PyG data, too, which the pack of the order does not see
     made_of = pack_fingerprint(inputs, asked_of_pack)
     del made_of["memory"]  # the result does not depend on it

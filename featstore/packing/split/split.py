@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_count, as_flag, as_function, as_path, known_name
+from featstore.arguments import as_callback, as_count, as_flag, as_path, known_name
 from featstore.base.folders import real_path
+from featstore.base.progress import watched
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError, BudgetError, SourceError, StoreExistsError
 from featstore.packing.inputs import node_mask
@@ -60,6 +61,7 @@ __all__ = ["split_store"]
 _DISK_SLACK_BYTES = 1 << 20
 
 
+@watched
 def split_store(
     store: OpenStore | str | os.PathLike[str],
     hosts: int,
@@ -72,7 +74,7 @@ def split_store(
     memory: int | str = "1GiB",
     resume: bool = False,
     overwrite: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: bool | Callable[[Progress], None] | None = None,
     disk: Disk | None = None,
 ) -> Path:
     """Split a store by hosts into the directory ``out``, and return its path. ``featstore split`` has the
@@ -115,7 +117,8 @@ def split_store(
         resume: go on with an unfinished split in ``out``, of the same store and options; parts that are
             finished are left as they are.
         overwrite: replace the split in ``out``, one store after the other.
-        progress: called now and then with a :class:`featstore.packing.progress.Progress`, from any thread.
+        progress: called now and then with a :class:`featstore.packing.progress.Progress`, from any thread;
+            True for a line on standard error, see :func:`featstore.pack`.
         disk: what performs all writes; for tests.
 
     Raises ArgumentError, SourceError, IdError, UnknownNameError, BudgetError, DiskFullError, DeviceError,
@@ -123,8 +126,9 @@ def split_store(
     where rows or training nodes could not be dealt out evenly, and of keys of nodes, which stay in the store.
     """
     asked = SplitRequest(
-        hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite, progress, disk
-    )
+        hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite,
+        as_callback(progress, "progress"), disk,
+    )  # fmt: skip
     with ExitStack() as opened:
         if not isinstance(store, OpenStore):
             store = opened.enter_context(OpenStore(as_path(store, "store")))
@@ -159,8 +163,6 @@ class SplitRequest:
         self.split_topology = as_flag(self.split_topology, "split_topology")
         if self.resume and self.overwrite:
             raise ArgumentError("resume= goes on with a split and overwrite= replaces it: give one of them")
-        if self.progress is not None:
-            as_function(self.progress, "progress")
         self.place = real_path(as_path(self.out, "out"))
         if self.halo_disk is not None:
             multiple_bytes(self.halo_disk, 0, "halo_disk")
