@@ -4,11 +4,11 @@ pyg-lib nor torch-sparse. The rows are read by :meth:`featstore.Store.loader`.""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from featstore.adapters.pyg_loader import attached, edge_table_of, refuse, warn_of
+from featstore.adapters.pyg_loader import attached, edge_table_of, no_call, refuse, warn_of
 from featstore.adapters.pyg_types import (
     canonical,
     check_links_numbered,
@@ -17,10 +17,12 @@ from featstore.adapters.pyg_types import (
     put_links,
     typed_attached,
     typed_link_batches,
+    unwrapped,
     without_numbers,
 )
 from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
 from featstore.base.environment import MEMORY
+from featstore.base.process import OneProcess
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
@@ -83,6 +85,10 @@ class LinkNeighborLoader:
     """
 
     loader: Loader
+    #: As of PyG's loaders: threads of the store's own sample and read.
+    num_workers = 0
+    __reduce__ = OneProcess.__reduce__
+    called = "the loader"
 
     def __init__(
         self, data: OpenStore, num_neighbors: Sequence[int], edge_label_index: Any = None,
@@ -103,6 +109,7 @@ class LinkNeighborLoader:
             raise ArgumentError("edge_label_time= and time_attr= go together: give both")
         refuse(options)
         warn_of(options)
+        num_neighbors, self.batch_size = unwrapped(num_neighbors, data.edge_types), batch_size
         negatives = negatives_of(neg_sampling, neg_sampling_ratio)
         labels = _labels(_array(data, edge_label, "edge_label"), negatives)
         times = _array(data, edge_label_time, "edge_label_time")
@@ -144,6 +151,14 @@ class LinkNeighborLoader:
                 data, self._batches, attach=names, memory=shares.rows_bytes, tensors=True, edge_table=edges,
                 **options,
             )  # fmt: skip
+
+    @property
+    def dataset(self) -> Sequence[int]:
+        """The numbers of all links, as of PyG's loaders."""
+        return range(self._batches.total)
+
+    def __call__(self, index: Any) -> NoReturn:
+        raise no_call(index)
 
     def __len__(self) -> int:
         """Mini-batches of an epoch, this rank's."""

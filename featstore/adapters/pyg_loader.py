@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.adapters.pyg_types import canonical, numbered, typed_attached, typed_seeds, without_numbers
+from featstore.adapters.pyg_types import (
+    canonical,
+    numbered,
+    typed_attached,
+    typed_seeds,
+    unwrapped,
+    without_numbers,
+)
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
 from featstore.base.environment import MEMORY
+from featstore.base.process import OneProcess
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.loader import Loader
@@ -91,6 +99,10 @@ class NeighborLoader:
     """
 
     loader: Loader
+    #: As of PyG's loaders: threads of the store's own sample and read.
+    num_workers = 0
+    __reduce__ = OneProcess.__reduce__
+    called = "the loader"
 
     def __init__(
         self, data: OpenStore, num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]],
@@ -107,6 +119,12 @@ class NeighborLoader:
                 raise ArgumentError(f"NeighborLoader has no option {name!r}: that is of store.loader")
         refuse(options)
         warn_of(options)
+        if options.get("mode") == "partitions" and not shuffle:
+            raise ArgumentError(
+                "mode='partitions' brings those seeds together whose partitions do, in a random order: say "
+                "shuffle=True"
+            )
+        num_neighbors = unwrapped(num_neighbors, data.edge_types)
         fanouts: Any = num_neighbors
         edges: Any
         self._type: str | None = None  # of the seeds, where there are several
@@ -129,6 +147,7 @@ class NeighborLoader:
             masked = is_mask(data, input_nodes)
             names, fanouts = attached(data, table.rows, attach, options), as_fanouts(num_neighbors)
             edges = edge_table_of(data, options.get("graph"), options.get("mode"))
+        self.batch_size = batch_size
         self._order = np.argsort(self._seeds, kind="stable")
         self._input_ids = self._seeds if masked else None  # what PyG calls seeds of a mask by
         self._times = _times(data, options, table.rows, self._type)
@@ -138,6 +157,14 @@ class NeighborLoader:
             seeds_in_order=not as_flag(shuffle or False, "shuffle"),
             attach=names, memory=memory, tensors=True, edge_table=edges, **options,
         )  # fmt: skip
+
+    @property
+    def dataset(self) -> Sequence[int]:
+        """The numbers of all seeds, as of PyG's loaders."""
+        return range(len(self._seeds))
+
+    def __call__(self, index: Any) -> NoReturn:
+        raise no_call(index)
 
     def __len__(self) -> int:
         """Mini-batches of an epoch, this rank's."""
@@ -187,6 +214,14 @@ class NeighborLoader:
 
     def __repr__(self) -> str:
         return f"NeighborLoader({self.loader!r})"
+
+
+def no_call(index: Any) -> SourceError:
+    """What a call of a loader is answered with."""
+    return SourceError(
+        f"loader({shown(index)}) makes a mini-batch of seeds by number, which a store's loader cannot: "
+        "make one with these seeds, and iterate over it"
+    )
 
 
 def seeds_of(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:

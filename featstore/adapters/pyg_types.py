@@ -48,6 +48,16 @@ def typed_seeds(store: OpenStore, given: Any) -> TypedSeeds:
     return TypedSeeds.of(store, given)
 
 
+def unwrapped(given: Any, edge_types: Sequence[EdgeType]) -> Any:
+    """Numbers of neighbours as a sequence, or by edge type, out of PyG's ``NumNeighbors``."""
+    if type(given).__name__ != "NumNeighbors":
+        return given
+    if not isinstance(given.values, Mapping):
+        return list(given.values)
+    default = {} if given.default is None else dict.fromkeys(edge_types, given.default)
+    return default | {key.to_tuple(): one for key, one in given.values.items()}
+
+
 def canonical(given: Any) -> Any:
     """Numbers of neighbours whose edge types may be pairs of node types, as PyG takes them."""
     if not isinstance(given, Mapping):
@@ -105,6 +115,8 @@ def typed_link_batches(
     given = _named_type(store, given)
     if not (isinstance(given, tuple) and len(given) == 2 and given[0] in store.edge_types):
         known = ", ".join(map(repr, store.edge_types))
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], tuple):
+            raise ArgumentError(f"edge_label_index: the store has no edge type {given[0]}; it has {known}")
         raise ArgumentError(
             f"edge_label_index is an edge type of the store, or a pair of one and links, not {shown(given)}; "
             f"it has {known}"

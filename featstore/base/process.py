@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
-from featstore.errors import ClosedError
+from featstore.errors import ArgumentError, ClosedError
 
 
 class OneProcess:
@@ -25,6 +26,12 @@ class OneProcess:
         """Raise ClosedError in any other process than its own."""
         if not self.here:
             raise ClosedError(f"{self.called} belongs to the process that made it; make another one here")
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentError(
+            f"{self.called} belongs to the process that made it, and cannot be pickled: pickle the "
+            "store, which is a handle, and make one of it in each process"
+        )
 
     def check_open(self) -> None:
         """Raise ClosedError where it is closed, or belongs to another process."""

@@ -103,6 +103,7 @@ def parse_inputs(
         raise SourceError("there is nothing to pack: no table of features was given")
     for name in features:
         check_name(name, "table")
+    features = _counted_by_keys(features, node_keys)
     # What is asked for by name replaces what the data bring: naming some relations leaves out the others.
     graphs, types, relations = _graphs(own_graphs if graph is None else graph, features, is_pyg(data))
     given = {what: by_table(reading.get(what), features, what) for what in INPUT_OPTIONS}
@@ -138,6 +139,21 @@ def parse_inputs(
         warnings = [*taken.warnings, *unnumbered(rows, kept)]
     keyed = {name: key_source(value, tables[name]) for name, value in keys.items()}
     return Inputs(tables, graphs, small, casts, warnings, list(edge_rows), types, bare, values, keyed)
+
+
+def _counted_by_keys(features: Mapping[str, Any], node_keys: Any) -> Mapping[str, Any]:
+    """Tables given as None are nodes without features, as many as they have keys. Raises SourceError."""
+    counted = dict(features)
+    for name in (name for name, spec in features.items() if spec is None):
+        keys = node_keys.get(name) if isinstance(node_keys, Mapping) else None
+        if keys is None or is_of_id(keys):
+            raise SourceError(
+                f"table {name!r} is None: give its rows; or where nodes have no features their number, or "
+                f"their keys, node_keys={{{name!r}: ...}}"
+            )
+        source = key_source(keys, NoFeatures(name, 0))
+        counted[name] = sum(map(len, source.blocks())) if source.rows is None else source.rows
+    return counted
 
 
 def _is_typed(graph: Any, data: Any) -> bool:

@@ -137,7 +137,7 @@ def values_by_graph(
     taken: set[str] = set()
     for part, value in given.items():
         what = f"edge_{part}"
-        if is_pyg(data) and isinstance(value, str) and not os.path.exists(value):
+        if is_pyg(data) and isinstance(value, str) and not os.path.exists(_path_and_column(value)[0]):
             own = edge_values(data, value)
             specs: dict[str, Any] = {}
             for relation, array in own.items():
@@ -154,5 +154,15 @@ def values_by_graph(
             specs = by_graph(value, graphs, what)
         for name, spec in specs.items():
             label = None if isinstance(spec, str | os.PathLike) else f"<{what} of {name!r}>"
-            found.setdefault(name, []).append(EdgeValues(part, open_rows(spec, name=label)))
+            spec, column = _path_and_column(spec)
+            found.setdefault(name, []).append(EdgeValues(part, open_rows(spec, key=column, name=label)))
     return found, taken
+
+
+def _path_and_column(spec: Any) -> tuple[Any, str | None]:
+    """``PATH:COLUMN`` as (path, column), where there is no such file, but one of the path alone; anything
+    else as it is."""
+    if not isinstance(spec, str | os.PathLike) or os.path.exists(spec):
+        return spec, None
+    path, _, column = os.fspath(spec).rpartition(":")
+    return (path, column) if column and os.path.exists(path) else (spec, None)

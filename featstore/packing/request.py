@@ -55,12 +55,18 @@ class Options:
             raise SourceError(
                 f"graph_key is given for table {next(iter(keys))!r}, which has no graph; give graph= as well"
             )
+        nodes = {n: one for n, one in tables.items() if n not in inputs.edge_rows} or tables
         given = by_table(permutation, tables, "permutation").items()
+
+        def of_nodes(value: Any, what: str) -> dict[str, Any]:
+            """By table; what is given once is of those that graphs order, and not of rows of edges."""
+            return by_table(value, tables if isinstance(value, Mapping) else nodes, what)
+
         return cls(
             without_slack(parse_bytes(memory, "memory")),
-            dict.fromkeys(tables, "auto") | by_table(order, tables, "order"),
+            dict.fromkeys(tables, "auto") | of_nodes(order, "order"),
             {n: p if isinstance(p, str | os.PathLike) else plain_array(p, "permutation") for n, p in given},
-            by_table(partitions, tables, "partitions"),
+            of_nodes(partitions, "partitions"),
             inputs.casts,
             seed,
             topology,
@@ -68,7 +74,7 @@ class Options:
             hub_rank,
             {
                 n: t if t is None or isinstance(t, str) else plain_array(t, "train")
-                for n, t in by_table(train, tables, "train").items()
+                for n, t in of_nodes(train, "train").items()
             },
             keys,
             topology is not False and bool(inputs.graphs and inputs.edge_rows)

@@ -11,9 +11,10 @@ from featstore.base.checks import check_offsets, check_range
 from featstore.base.memory import check_machine
 from featstore.errors import FormatError, SourceError
 from featstore.reader.reader import Reader
-from featstore.storage.store import StoredGraph
+from featstore.storage.store import StoredGraph, Table
 
-_WHOLE_BYTES = 16 * 2**20  # of a reader that reads a table whole, its checksums besides
+_WHOLE_BYTES = 16 * 2**20  # of a reader that reads a table whole, its checksums besides, at most
+_LEAST_BYTES = 2 * 2**20  # without which there is none
 _STEP_EDGES = 2**20  # that become links at a time
 
 
@@ -128,12 +129,16 @@ def read_links(graph: StoredGraph) -> NDArray[np.int64]:
     return links
 
 
+def whole_bytes(table: Table) -> int:
+    """What a reader takes that reads all of a table, beside the rows: no more than these are worth."""
+    return min(_WHOLE_BYTES, _LEAST_BYTES + 2 * table.data_bytes) + 4 * table.layout.pages
+
+
 def read_whole(graph: StoredGraph, part: str) -> NDArray[Any]:
     """All of one of the graph's tables, ``offsets``, ``sources``, ``edge_ids`` and so on, unchecked but for
     its checksums."""
     table = graph.store.table(f"{graph.name}/{part}")
     check_machine(table.data_bytes, f"load the {part} of {graph.where()}")
-    memory = _WHOLE_BYTES + 4 * table.layout.pages
-    with Reader(graph.store, tables=[table.name], memory=memory, static=None) as reader:
+    with Reader(graph.store, tables=[table.name], memory=whole_bytes(table), static=None) as reader:
         values: NDArray[Any] = reader.read_runs([(0, table.rows)])
     return values

@@ -56,6 +56,11 @@ class LinkBatches(Sequence[dict[str, Any]]):
         if isinstance(self.sampler.sampler, DiskSampler):
             self.sampler.sampler.close()
 
+    @property
+    def total(self) -> int:
+        """How many links there are."""
+        return int(self._links.shape[1])
+
     def __len__(self) -> int:
         count: int = self._links.shape[1]
         return count // self.batch_size if self._drop_last else -(-count // self.batch_size)

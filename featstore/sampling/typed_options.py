@@ -48,8 +48,9 @@ class TypedOptions:
         self.weighted: list[StoredGraph] = []
         if given["weight_attr"] is not None:
             name = as_text(given["weight_attr"], "weight_attr")
-            self.weighted = [graph for graph in graphs if name == WEIGHTS and graph.has_weights]
-            self.weighted = self.weighted or self._with_array(name, graphs, "weight_attr")
+            kept = [graph for graph in graphs if name == WEIGHTS and graph.has_weights]
+            self._one_of_these("weight_attr", name, [graph.name for graph in kept], self._named(name, graphs))
+            self.weighted = kept or self._with_array(name, graphs, "weight_attr")
             if not self.weighted:
                 raise ArgumentError(
                     f"weight_attr={name!r}: the store has no array TYPE.{name} of edges, and {WEIGHTS!r} are "
@@ -71,12 +72,12 @@ class TypedOptions:
         if given is None:
             return [], {}
         name, store = as_text(given, "time_attr"), self._store
-        timed = [graph for graph in graphs if graph.has_times]
-        if name == TIMES and timed:
-            return timed, {}
+        kept = [graph for graph in graphs if name == TIMES and graph.has_times]
         known = {kind: f"{kind}.{name}" for kind in store.node_types}
         found = {kind: one for kind, one in known.items() if one in store.manifest.arrays}
-        timed = [] if found else self._with_array(name, graphs, "time_attr")
+        of_edges = self._named(name, graphs)
+        self._one_of_these("time_attr", name, [graph.name for graph in kept], found, of_edges)
+        timed = kept if found or kept else self._with_array(name, graphs, "time_attr")
         if not found and not timed:
             raise ArgumentError(
                 f"time_attr={name!r}: the store has no array TYPE.{name}, and {TIMES!r} are those that "
@@ -84,10 +85,25 @@ class TypedOptions:
             )
         return timed, found
 
+    def _named(self, name: str, graphs: list[StoredGraph]) -> dict[str, str]:
+        """The arrays ``TYPE.NAME`` of edges, by graph."""
+        known = {graph.name: f"{graph.name}.{name}" for graph in graphs}
+        return {of: one for of, one in known.items() if one in self._store.manifest.arrays}
+
+    @staticmethod
+    def _one_of_these(what: str, name: str, kept: list[str], *arrays: Mapping[str, str]) -> None:
+        """Raises ArgumentError where a name may mean several: what would be taken would hide the others."""
+        kinds = [", ".join(map(repr, one.values())) for one in arrays if one]
+        kinds += [f"the {name} that {', '.join(map(repr, kept))} keep{'s' * (len(kept) == 1)}"] * bool(kept)
+        if len(kinds) > 1:
+            raise ArgumentError(
+                f"{what}={name!r} names both {' and '.join(kinds)}, and a sampler goes by one of them: pack "
+                "the other under another name"
+            )
+
     def _with_array(self, name: str, graphs: list[StoredGraph], what: str) -> list[StoredGraph]:
         """The graphs whose edges have values in an array ``TYPE.NAME``."""
-        known = {graph.name: f"{graph.name}.{name}" for graph in graphs}
-        known = {of: one for of, one in known.items() if one in self._store.manifest.arrays}
+        known = self._named(name, graphs)
         found = [graph for graph in graphs if graph.name in known]
         for graph in found:
             if graph_of_array(self._store, known[graph.name]) is None or not graph.has_edge_ids:

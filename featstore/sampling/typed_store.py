@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from featstore.arguments import as_flag, known_name, shown
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
-from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
+from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets, whole_bytes
 from featstore.sampling.attributes import TimesOfSeeds
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.store import OpenStore, StoredGraph
 
-_FIXED_BYTES = 32 * 2**20  # of a reader while a graph is read
+_PARTS = ("offsets", "sources", "edge_ids", "weights", "times")
 
 __all__ = ["TypedInMemory", "TypedSeeds", "typed_bytes"]
 
@@ -75,14 +75,17 @@ def by_edge_type(graphs: Mapping[EdgeType, StoredGraph], fanouts: Any) -> Any:
 
 def typed_bytes(store: OpenStore) -> int:
     """What it takes to bring all graphs with edge types into memory by node id, at most."""
-    held = most = 0
+    held = most = reading = 0
     for graph in typed_graphs(store).values():
+        parts = [f"{graph.name}/{part}" for part in _PARTS]
+        tables = [graph.store.table(part) for part in parts if part in graph.store.manifest.all_tables]
+        reading = max(reading, *(2 * whole_bytes(table) for table in tables))
         item = graph.entry.sources.row_bytes
         ids = graph.store.table(f"{graph.name}/edge_ids").row_bytes if graph.has_edge_ids else 0
         permuted = graph.table.entry.order.row_of_node is not None
         held += (8 + 8 * permuted) * (graph.table.rows + 1) + (item + ids) * graph.edges
         most = max(most, 40 * graph.table.rows + (16 + 2 * item + ids) * graph.edges)
-    return _FIXED_BYTES + held + most
+    return reading + held + most
 
 
 class TypedInMemory:

@@ -155,11 +155,19 @@ def test_what_is_not_stored_is_named(tmp_path: Path) -> None:
         matrix = torch.sparse_csr_tensor(
             torch.tensor([0, 1, 3, 4]), torch.tensor([2, 0, 2, 1]), torch.ones(4) * 2, (3, 3)
         )
-    for more, message in (({}, "adj_t's values"), ({"edge_index": EDGES}, r"adj_t \(edge_index is stored\)")):
-        with pytest.warns(FeatstoreWarning, match=message):
-            featstore.pack(
-                tmp_path / "t", Data(x=torch.ones(3, 2), adj_t=matrix, **more), overwrite=True
-            ).close()
+    with pytest.raises(SourceError, match=r"adj_t's values, which are of edges: give"):
+        featstore.pack(tmp_path / "u", Data(x=torch.ones(3, 2), adj_t=matrix))
+    with pytest.warns(FeatstoreWarning, match=r"adj_t \(edge_index is stored\)"):
+        featstore.pack(tmp_path / "t", Data(x=torch.ones(3, 2), adj_t=matrix, edge_index=EDGES)).close()
+
+
+def test_arrays_of_neither_nodes_nor_edges_are_named(tmp_path: Path) -> None:
+    data = Data(x=torch.ones(3, 2), edge_index=EDGES, y=torch.ones(3), score=torch.ones(7), w=torch.ones(4))
+    with (
+        pytest.warns(FeatstoreWarning, match="^'score': stored, but not in mini-batches"),
+        featstore.pack(tmp_path / "s", data) as store,
+    ):
+        assert store.arrays["score"].shape == (7,)
 
 
 def test_a_graph_without_a_table_of_nodes_is_not_lost(tmp_path: Path) -> None:

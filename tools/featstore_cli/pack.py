@@ -111,10 +111,13 @@ _PATHS = ("features", "graph", "permutation", "node_keys", "edge_weights", "edge
     "--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges."
 )
 @click.option(
-    "--edge-weights", metavar="[GRAPH=]PATH", multiple=True, help="A weight for each edge, as features."
+    "--edge-weights", metavar="[GRAPH=]PATH[:COLUMN]", multiple=True, help="A weight for each edge."
 )
 @click.option(
-    "--edge-times", metavar="[GRAPH=]PATH", multiple=True, help="A time for each edge, by which lists ascend."
+    "--edge-times",
+    metavar="[GRAPH=]PATH[:COLUMN]",
+    multiple=True,
+    help="A time for each edge, by which lists ascend.",
 )
 @click.option(
     "--topology/--no-topology",

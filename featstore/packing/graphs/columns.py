@@ -15,9 +15,11 @@ TARGET_NAMES = ("dst", "target", "to", "v", "dest", "destination", "target_id", 
 def left_out(name: str, what: Sequence[str]) -> None:
     """Warn of data of edges that are not stored."""
     if what:
+        column = next((one for one in what if one.isidentifier()), None)
+        spelt = f" ('{name}:{column}')" if column is not None and not name.startswith("<") else ""
         warn(
-            f"{name}: not stored: {', '.join(what)}. Give what is needed as edge_weights= or edge_times=, or "
-            "as a table of its own, in the order of your edges",
+            f"{name}: not stored: {', '.join(what)}. Give what is needed as edge_weights= or edge_times="
+            f"{spelt}, or as a table of its own, in the order of your edges",
         )
 
 

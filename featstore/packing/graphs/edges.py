@@ -1,4 +1,4 @@
-"""Edge lists as streams: arrays, ``.npy`` and ``.npz`` members, CSR matrices and Parquet.
+"""Edge lists as streams: arrays, ``.npy`` and ``.npz`` members, CSR matrices, Parquet and Arrow.
 
 Each stream can be passed over again and again and gives the same runs of ``(sources, targets)`` in int64, so
 that a graph is built in two passes without the edges ever being in memory as a list. Those of a text are in
@@ -20,9 +20,9 @@ from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of
 from featstore.packing.sources.base import FileReader, import_extra
 from featstore.packing.sources.files import NpyHeader, read_npy_header
 from featstore.packing.sources.npz import MemberReader
-from featstore.packing.sources.tables import parquet_file
+from featstore.packing.sources.tables import arrow_batches, open_arrow
 
-__all__ = ["ArrayEdges", "CsrEdges", "NpyEdges", "NpzEdges", "ParquetEdges"]
+__all__ = ["ArrayEdges", "ArrowEdges", "CsrEdges", "NpyEdges", "NpzEdges"]
 
 Edges = tuple[NDArray[np.int64], NDArray[np.int64]]
 
@@ -163,15 +163,16 @@ class CsrEdges:
         return f"non-zero {edge:,}"
 
 
-class ParquetEdges:
-    """Edges of a Parquet file: columns ``src`` and ``dst`` or the like, or the only two of integers."""
+class ArrowEdges:
+    """Edges of a Parquet or Arrow file: columns ``src`` and ``dst`` or the like, or the only two of
+    integers."""
 
     def __init__(self, path: Path, key: str | Sequence[str] | None = None) -> None:
         self.name = str(path)
         self._path = path
         arrow = import_extra("pyarrow", "arrow", self.name)
-        with parquet_file(path) as file:
-            schema = file.schema_arrow
+        with open_arrow(path) as file:
+            schema = file.schema_arrow if path.suffix.lower() == ".parquet" else file.schema
         integers = [field.name for field in schema if arrow.types.is_integer(field.type)]
         if key is not None:
             chosen = [part.strip() for part in key.split(",")] if isinstance(key, str) else list(key)
@@ -185,31 +186,26 @@ class ParquetEdges:
         if len(chosen) != 2 or not set(chosen) <= set(integers):
             known = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise SourceError(
-                f"{self.name}: no two integer columns {chosen}; give key='source,target'; columns: {known}"
+                f"{self.name}: no two integer columns {chosen}; give key='source,target', or where ends are "
+                f"text, node_keys={{TYPE: ...}} of their nodes; columns: {known}"
             )
         if key is None:
             left_out(self.name, [field.name for field in schema if field.name not in chosen])
         self._columns = chosen
-        self._arrow = arrow
 
     def blocks(self, block_edges: int) -> Iterator[Edges]:
         """Runs of edges; see `EdgeStream`."""
         done = 0
-        try:
-            with parquet_file(self._path) as file:
-                for batch in file.iter_batches(
-                    batch_size=block_edges, columns=self._columns, use_threads=False
-                ):
-                    pair = [batch.column(batch.schema.get_field_index(name)) for name in self._columns]
-                    if any(column.null_count for column in pair):
-                        raise SourceError(
-                            f"{self.name}: a null among edges {done:,} to {done + batch.num_rows - 1:,}"
-                        )
-                    if batch.num_rows:
-                        yield as_ids(pair[0].to_numpy()), as_ids(pair[1].to_numpy())
-                    done += batch.num_rows
-        except (self._arrow.ArrowException, OSError) as error:
-            raise SourceError(f"{self.name}: cannot be read ({error}); it is damaged or cut off") from error
+        for whole in arrow_batches(self._path, self._columns, block_rows=block_edges):
+            for low in range(0, whole.num_rows, block_edges):
+                batch = whole.slice(low, block_edges)
+                pair = [batch.column(batch.schema.get_field_index(name)) for name in self._columns]
+                if any(column.null_count for column in pair):
+                    raise SourceError(
+                        f"{self.name}: a null among edges {done:,} to {done + batch.num_rows - 1:,}"
+                    )
+                yield as_ids(pair[0].to_numpy()), as_ids(pair[1].to_numpy())
+                done += batch.num_rows
 
     def where(self, edge: int) -> str:
         """The row of an edge."""
@@ -226,7 +222,9 @@ def as_ids(values: NDArray[Any]) -> NDArray[np.int64]:
 def require_integers(dtype: np.dtype[Any], name: str) -> None:
     """Raise SourceError for node ids that are no integers."""
     if dtype.kind not in "iu":
-        raise SourceError(f"{name}: node ids are integers, not {dtype}; convert them first")
+        keyed = "USOT"  # texts of every kind
+        hint = "say node_keys={TYPE: ...} of its nodes" if dtype.kind in keyed else "convert them first"
+        raise SourceError(f"{name}: node ids are integers, not {dtype}; {hint}")
 
 
 def edge_layout(header: NpyHeader, name: str) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ What is given, and how it is understood:
 - ``.npz``, ``.npy`` with an edge list: ``edge_index``, or the member ``key``: [2, edges] or
   [edges, 2], but not [2, 2]
 - ``.csv``, ``.tsv``, ``.txt``, ``.el`` (``.gz``): two integer columns; see `featstore.packing.graphs.edges`
-- ``.parquet``: columns src and dst (source, target ...), or the only two of integers
+- ``.parquet .arrow .feather``: columns src and dst (source, target ...), or the only two of integers
 - a folder of OGB: its ``edge.csv.gz``
 - ``.pt``: a tensor [2, edges], or the one under ``key``
 - an array, tensor or PyG `Data`: ``edge_index``
@@ -46,7 +46,7 @@ from featstore.packing.graphs.csc import (
     matrix_nodes,
     wrong_nodes,
 )
-from featstore.packing.graphs.edges import ArrayEdges, CsrEdges, NpyEdges, ParquetEdges, edge_axis
+from featstore.packing.graphs.edges import ArrayEdges, ArrowEdges, CsrEdges, NpyEdges, edge_axis
 from featstore.packing.graphs.text_edges import TextEdges
 from featstore.packing.keys.edges import frame_ends, key_edges
 from featstore.packing.keys.translate import Ends
@@ -54,6 +54,8 @@ from featstore.packing.sources.arrays import tensor_to_numpy
 from featstore.packing.sources.base import file_fingerprint, stat_of
 from featstore.packing.sources.frames import is_frame
 from featstore.packing.sources.pyg import PygEdges, edges_by_relation, node_and_edge_stores
+from featstore.packing.sources.shards import shard_paths
+from featstore.packing.sources.tables import ARROW_SUFFIXES
 from featstore.packing.sources.text import CsvRows, ogb_folder
 
 __all__ = ["CscGraph", "open_graph"]
@@ -93,6 +95,7 @@ def open_graph(
     nodes), BudgetError, DiskFullError, DeviceError.
     """
     scratch_dir = None if scratch_dir is None else real_path(scratch_dir)
+    _refuse_shards(spec)
     building = Building(memory_bytes, scratch_dir, edge_ids, source_nodes, ends)
     if ends is not None and ends.textual:
         kinds = tuple(None if spool is None else spool.kind for spool in (ends.sources, ends.targets))
@@ -175,6 +178,22 @@ def _from_scipy(matrix: Any, nodes: int | None, building: Building) -> CscGraph:
     return building.graph(stream, nodes, source)
 
 
+def _refuse_shards(spec: Any) -> None:
+    """Raise SourceError for several files."""
+    if (
+        isinstance(spec, str | os.PathLike)
+        and is_directory(Path(spec))
+        and ogb_folder(Path(spec), "edge.csv.gz")
+    ):
+        return
+    paths = shard_paths(spec)
+    if paths:
+        raise SourceError(
+            f"the edges are in {len(paths):,} files, {paths[0]} first: a graph is read from one; put them "
+            "into one Parquet, Arrow, .npy or text file, in their order"
+        )
+
+
 def _open_path(path: Path, nodes: int | None, building: Building, key: str | None) -> CscGraph:
     stat_of(path)
     if is_directory(path):
@@ -189,8 +208,8 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
     stream: EdgeStream
     if suffix == ".npz":
         return open_npz(path, nodes, building, key)
-    if suffix == ".parquet":
-        stream = ParquetEdges(path, key)
+    if suffix in ARROW_SUFFIXES:
+        stream = ArrowEdges(path, key)
     elif suffix == ".pt":
         from featstore.packing.sources.foreign import load_tensor
 
@@ -208,8 +227,8 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
         stream = TextEdges(path)
     else:
         raise SourceError(
-            f"{path}: {suffix or 'no suffix'} is no known kind of graph; give .npz, .npy, .csv, .tsv "
-            "or .parquet"
+            f"{path}: {suffix or 'no suffix'} is no known kind of graph; give .npz, .npy, .csv, .tsv, "
+            ".parquet, .arrow or .feather"
         )
     source = file_fingerprint(suffix[1:], path, key=key or "")
     return building.listed(stream, nodes, source)

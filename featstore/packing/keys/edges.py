@@ -104,7 +104,9 @@ def frame_ends(frame: Any, key: str | None) -> tuple[NDArray[np.int64], NDArray[
     """Sources and targets of a frame of edges between numbers. Raises SourceError."""
     found = [as_keys(column, "<edges>") for column in _columns_of(frame, key)]
     if any(block.kind != "int64" for block in found):
-        raise SourceError("<edges>: node ids are integers, and an end is text: say node_keys= for its nodes")
+        raise SourceError(
+            "<edges>: node ids are integers, and an end is text: say node_keys={TYPE: ...} of its nodes"
+        )
     return found[0].values, found[1].values
 
 

@@ -41,7 +41,7 @@ class PackedKeys:
     def ends(self, sources: str, targets: str) -> Ends | None:
         """The keys at the ends of edges between nodes of two tables; None where neither has any."""
         found = self._spools.get(sources), self._spools.get(targets)
-        return None if found == (None, None) else Ends(*found)
+        return None if found == (None, None) else Ends(*found, (sources, targets))
 
     def check(self, name: str, rows: int) -> None:
         """Raise SourceError unless a table has a key for each of its rows."""

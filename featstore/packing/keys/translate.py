@@ -73,6 +73,7 @@ class Ends:
 
     sources: KeySpool | None
     targets: KeySpool | None
+    names: tuple[str, str] = ("TYPE", "TYPE")  # of the tables
 
     @property
     def textual(self) -> bool:
@@ -122,7 +123,7 @@ def edges_in_ids(stream: KeyEdges, ends: Ends, memory_bytes: int, folder: Path, 
             found = pairs.read(2 * done, 2 * (done + count)) if number else np.full(2 * count, -1)
             for side, (keys, spool) in enumerate(zip(both, (ends.sources, ends.targets), strict=True)):
                 if spool is None:
-                    found[side::2] = _numbers(keys, stream)
+                    found[side::2] = _numbers(keys, stream, ends.names[side])
                 elif id(spool) in tables:
                     _same_kind(keys, spool, stream)
                     ids = np.ascontiguousarray(found[side::2])
@@ -138,9 +139,12 @@ def edges_in_ids(stream: KeyEdges, ends: Ends, memory_bytes: int, folder: Path, 
     return IdEdges(pairs, stream)
 
 
-def _numbers(keys: KeyBlock, stream: KeyEdges) -> NDArray[np.int64]:
+def _numbers(keys: KeyBlock, stream: KeyEdges, table: str) -> NDArray[np.int64]:
     if keys.kind != "int64":
-        raise SourceError(f"{stream.name}: an end is text, and its nodes have no keys: say node_keys=")
+        raise SourceError(
+            f"{stream.name}: an end is text, and its nodes have no keys: say node_keys={{{table!r}: ...}}, "
+            "in the order of their rows"
+        )
     return keys.values
 
 

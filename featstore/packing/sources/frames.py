@@ -11,6 +11,7 @@ from typing import Any
 
 from featstore.errors import SourceError
 from featstore.packing.sources.base import FeatureSource, dtype_text, import_extra, sample_crc32
+from featstore.packing.sources.columns import id_error
 from featstore.packing.sources.tables import ColumnRows
 
 __all__ = ["FrameRows", "frame_table", "is_frame"]
@@ -41,6 +42,11 @@ class FrameRows(ColumnRows):
     ) -> None:
         self._sliced = frame if hasattr(frame, "iloc") else None
         self._table = frame_table(frame if self._sliced is None else frame.iloc[:0], name)
+        indexed = self._sliced is not None and hasattr(frame, "index")  # of pandas
+        known = set(map(str, frame.columns if indexed else self._table.column_names))
+        index = [one for one in self._table.column_names if one not in known]
+        if index and columns is None and id is None:
+            raise id_error(name, index[0], "it is the frame's index")
         rows = len(frame) if self._sliced is not None else self._table.num_rows
         super().__init__(name, self._table.schema, rows, columns, id)
 

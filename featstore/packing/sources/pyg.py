@@ -82,7 +82,7 @@ def pyg_inputs(data: Any, graph_given: bool, typed: bool) -> WholeData:
         tables = pyg_tables(data) if len(counts) < len(data.node_types) or not typed else _edge_tables(data)
         tables = {kind: tables.get(kind, counts.get(kind)) for kind in (*data.node_types, *tables)}
         tables = {kind: table for kind, table in tables.items() if table is not None}
-    warnings = _not_stored(data)
+    warnings = [*_not_stored(data), *([] if graph_given else _of_none(data, arrays))]
     if bare and not typed:
         warnings.append(
             f"not stored of the PyG data: the types of nodes {', '.join(map(repr, bare))}, which have no x: "
@@ -160,7 +160,10 @@ def _not_stored(data: Any) -> list[str]:
         if adjacency is not None and store.get("edge_index") is not None:
             lost.append(f"{prefix}adj_t (edge_index is stored)")
         elif hasattr(adjacency, "crow_indices") and bool((adjacency.values() != 1).any()):
-            lost.append(f"{prefix}adj_t's values")
+            raise SourceError(
+                f"cannot be stored of the PyG data: {prefix}adj_t's values, which are of edges: give the "
+                "edges as edge_index, and the values beside them as edge_weight or edge_attr"
+            )
     if lost and _is_hetero(data):
         raise SourceError(
             f"cannot be stored of the HeteroData: {', '.join(lost)}; a HeteroData is stored whole: delete "
@@ -172,6 +175,20 @@ def _not_stored(data: Any) -> list[str]:
             "arrays={name: values}"
         )
     return found
+
+
+def _of_none(data: Any, arrays: Mapping[str, Any]) -> list[str]:
+    """A warning of arrays of a `Data` that are neither of its nodes nor of its edges."""
+    if _is_hetero(data) or data.get("x") is None:
+        return []
+    counts = {len(data.x), data.num_edges}
+    names = [name for name, array in arrays.items() if array.ndim == 0 or len(array) not in counts]
+    if not names:
+        return []
+    return [
+        f"{', '.join(map(repr, names))}: stored, but not in mini-batches, which have the arrays with a value "
+        "for each node or for each edge"
+    ]
 
 
 def _edge_rows(data: Any, tables: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, str]:
