@@ -102,7 +102,7 @@ def main(settings: Settings, graph: Path | None, shaped: bool) -> None:
         files = generate(workspace / f"hosts-{nodes}", nodes, 12 * nodes, COLUMNS)
     else:
         files = of_file(workspace / f"hosts-{graph.stem}", graph, COLUMNS, train_share=0.5)
-    nodes, batch, epochs = files.nodes, 100 if quick else 500, 2 if quick else 12
+    nodes, batch, epochs = files.nodes, 100 if quick else 500, 2 if quick else 8
     arrays = {"train": files.load("train"), "label": files.load("labels")}
     store = featstore.pack(
         workspace / "hosts.fs", files.path("features"), graph=(files.load("indptr"), files.load("indices")),
