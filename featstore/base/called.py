@@ -22,12 +22,14 @@ def called(what: str, *given: Any, **options: Any) -> str:
 
 def literal(value: Any) -> str:
     """A value as program text; in angle brackets where it has none."""
+    if isinstance(value, int) and value.bit_length() >= 256:
+        return "<int of very many digits>"
     if value is None or isinstance(value, bool | int | float | str | slice):
         return repr(value)
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        shape = ", ".join(map(str, value.shape))
+    if hasattr(value, "dtype") and (sizes := _shape(value)) is not None:
+        shape = ", ".join(map(str, sizes))
         return f"<{type(value).__name__} [{shape}]>" if shape else literal(value.item())
     if isinstance(value, Mapping | list | tuple) and len(value) > _ITEMS_MAX:
         return f"<{type(value).__name__} of {len(value):,}>"
@@ -39,6 +41,14 @@ def literal(value: Any) -> str:
         return f"({', '.join(map(literal, value))}{',' * (len(value) == 1)})"
     text = repr(value)
     return text if text.startswith("featstore.") and len(text) < _TEXT_MAX else f"<{type(value).__name__}>"
+
+
+def _shape(value: Any) -> Any:
+    """The shape of what looks like an array; None where it has none to tell, as a nested tensor."""
+    try:
+        return value.shape
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def unusual(made: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
