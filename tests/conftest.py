@@ -62,7 +62,7 @@ def pytest_xdist_auto_num_workers() -> int:
 LONG = (
     "hosts/test_faults.py", "crash/test_pack_crash.py", "test_examples.py", "hosts/test_split_training.py",
     "fuzz/test_fuzz.py", "properties/test_outside.py", "hosts/test_modes.py", "docs/test_site.py",
-    "docs/test_types_of_users.py", "test_packages.py", "tiers/test_chosen.py", "faults/test_refusals.py",
+    "docs/test_types_of_users.py", "test_packages.py", "properties/test_typed_modes.py", "tiers/test_chosen.py", "faults/test_refusals.py",
     "packing/test_split.py", "base/test_compilation.py", "cli/test_cli_split.py", "compiled/test_segments.py",
     "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py", "loaders/test_training.py",
     "compiled/test_compile_crash.py", "cli/test_cli_tune.py", "hosts/test_exchange.py",

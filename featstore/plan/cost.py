@@ -138,6 +138,8 @@ def _sectors(number: str) -> str:
 def calibrated_engine(path: str | os.PathLike[str]) -> tuple[str, str] | None:
     """The engine that was measured to be the fastest with direct reads on the device that holds ``path``, and
     the measurement in words; None where that was not measured, or was left open."""
+    if not os.path.exists(path):
+        return None  # whoever opens the files that were there says so
     model = load_model(device_key(path, "auto", "direct"))
     if model.engine is None:
         return None

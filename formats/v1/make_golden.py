@@ -379,7 +379,7 @@ def _compile(golden: Golden, out: Path) -> None:
     build = sys.modules[featstore.compile_trace.__module__]
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(build, "load_model", return_value=DEFAULT),
+        mock.patch.object(build, "device_model", return_value=DEFAULT),
     ):
         featstore.Trace.record(golden.batches, Path(folder) / "trace").close()
         found = featstore.compile_trace(out, Path(folder) / "trace", **golden.compiling)

@@ -57,8 +57,8 @@ def install() -> None:
 
     choose = engines.choose
 
-    def choose_here(wanted: str = "auto") -> engines.EngineChoice:
-        return choose("threads" if wanted == "auto" and not threads else wanted)
+    def choose_here(wanted: str = "auto", *more: Any, **named: Any) -> engines.EngineChoice:
+        return choose("threads" if wanted == "auto" and not threads else wanted, *more, **named)
 
     from featstore.reader.reader import Reader
 

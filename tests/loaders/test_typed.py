@@ -355,7 +355,7 @@ def test_graphs_that_do_not_fit_are_sampled_from_disk(
     with store.loader(**given | {"memory": "256MiB", "mode": "online"}) as loader:
         assert not opened
         whole = {batch.index: batch for batch in loader}
-    with store.loader(**given | {"memory": "24MiB"}, **named) as loader:
+    with store.loader(**given | {"memory": "12MiB"}, **named) as loader:
         assert len(opened) == 1
         batches = list(loader)
     with pytest.raises(ClosedError):  # with the loader
