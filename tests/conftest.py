@@ -62,12 +62,12 @@ def pytest_xdist_auto_num_workers() -> int:
 LONG = (
     "hosts/test_faults.py", "crash/test_pack_crash.py", "test_examples.py", "hosts/test_split_training.py",
     "fuzz/test_fuzz.py", "properties/test_outside.py", "hosts/test_modes.py", "docs/test_site.py",
-    "docs/test_types_of_users.py", "test_packages.py", "properties/test_typed_modes.py", "tiers/test_chosen.py", "faults/test_refusals.py",
+    "docs/test_types_of_users.py", "test_packages.py", "tiers/test_chosen.py", "faults/test_refusals.py",
     "packing/test_split.py", "base/test_compilation.py", "cli/test_cli_split.py", "compiled/test_segments.py",
     "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py", "loaders/test_training.py",
     "compiled/test_compile_crash.py", "cli/test_cli_tune.py", "hosts/test_exchange.py",
     "arguments/test_arguments.py", "docs/test_notebooks.py", "test_demo.py", "packing/test_split_features.py",
-    "hosts/test_hosts_memory.py", "online/test_online_memory.py", "mega/test_mega_memory.py",
+    "properties/test_typed_modes.py", "hosts/test_hosts_memory.py", "online/test_online_memory.py", "mega/test_mega_memory.py",
 )  # fmt: skip
 
 
