@@ -67,7 +67,8 @@ LONG = (
     "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py", "loaders/test_training.py",
     "compiled/test_compile_crash.py", "cli/test_cli_tune.py", "hosts/test_exchange.py",
     "arguments/test_arguments.py", "docs/test_notebooks.py", "test_demo.py", "packing/test_split_features.py",
-    "properties/test_typed_modes.py", "hosts/test_hosts_memory.py", "online/test_online_memory.py", "mega/test_mega_memory.py",
+    "properties/test_typed_modes.py", "hosts/test_hosts_memory.py", "online/test_online_memory.py",
+    "mega/test_mega_memory.py",
 )  # fmt: skip
 
 
