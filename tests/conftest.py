@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 import featstore
 import featstore.layout.table
+from featstore.base.threads import closed_later
 from featstore.engine import ENGINES
 from featstore.storage.disk import Disk, File
 
@@ -102,6 +103,12 @@ def _collections_look_at_what_is_new() -> None:
 SMALL_CHUNK_BYTES = 16 * 1024
 
 PackSmall = Callable[..., "featstore.Store"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _what_is_dropped_is_closed() -> None:
+    """The thread that does so is there from the start, for tests that count threads."""
+    closed_later()
 
 
 @pytest.fixture(autouse=True, scope="session")

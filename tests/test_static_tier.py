@@ -14,7 +14,7 @@ import featstore
 from featstore.base.bitmap import set_bits
 from featstore.base.native import address_of
 from featstore.errors import BudgetError, IdError, SourceError
-from featstore.tiers.static import StaticRows, serve_ids, serve_rows
+from featstore.tiers.static import StaticRows, serve_rows
 
 IN_ORDER = np.empty(0, np.int32)
 
@@ -72,37 +72,6 @@ def test_serve_rows(
     assert hits == wanted_hits
     np.testing.assert_array_equal(served, wanted_served)
     np.testing.assert_array_equal(out, wanted_out)
-
-
-@given(
-    sets(), st.integers(0, 40), st.integers(1, 3000), st.booleans(), st.sampled_from(["all", "some", "bad"])
-)
-@settings(max_examples=120)
-def test_serve_ids(
-    case: tuple[int, np.ndarray, np.random.Generator], count: int, row_bytes: int, identity: bool, what: str
-) -> None:
-    """As rows_of_ids and serve_rows would, up to the first id that is no member."""
-    table_rows, members, rng = case
-    tier = StaticRows(members, table_rows, row_bytes)
-    tier.data[:] = rng.integers(0, 256, tier.data.shape, np.uint8)
-    row_of_node = np.empty(0, np.int32) if identity else rng.permutation(table_rows).astype(np.int32)
-    node_of_row = np.arange(table_rows) if identity else np.argsort(row_of_node)
-    ids = node_of_row[rng.choice(members, count)] if len(members) else np.empty(0, np.int64)
-    if what != "all" and count:
-        ids = np.append(ids, rng.integers(0, table_rows) if what == "some" else rng.choice([-1, table_rows]))
-        rng.shuffle(ids)
-    known = (ids >= 0) & (ids < table_rows)
-    rows = np.where(known, ids if identity else row_of_node[np.where(known, ids, 0)], -1)
-    inside = np.isin(rows, members)
-    end = len(ids) if inside.all() else int(np.argmin(inside))
-    out = np.zeros((len(ids), row_bytes), np.uint8)
-    address = address_of(out)
-    bits, ranks = tier._bits, tier._ranks
-    given = (ids, row_of_node, table_rows, bits, ranks, address_of(tier.data), row_bytes, address)
-    assert serve_ids(*given) == end
-    np.testing.assert_array_equal(out[:end], tier.data[np.searchsorted(members, rows[:end])])
-    assert not out[end:].any()
-    assert tier.serve_ids(ids, row_of_node, table_rows, out.reshape(-1)) == inside.all()
 
 
 @pytest.mark.parametrize("row_bytes", [512, 520, 32])

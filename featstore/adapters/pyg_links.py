@@ -23,6 +23,7 @@ from featstore.adapters.pyg_types import (
 from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
 from featstore.base.environment import MEMORY
 from featstore.base.process import OneProcess
+from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
@@ -201,7 +202,7 @@ class LinkNeighborLoader:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        close_later(self.close)
 
     def __repr__(self) -> str:
         return f"LinkNeighborLoader({self.loader!r})"

@@ -25,6 +25,7 @@ from featstore.adapters.pyg_types import (
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
 from featstore.base.environment import MEMORY
 from featstore.base.process import OneProcess
+from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.loader import Loader
@@ -210,7 +211,7 @@ class NeighborLoader:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        close_later(self.close)
 
     def __repr__(self) -> str:
         return f"NeighborLoader({self.loader!r})"

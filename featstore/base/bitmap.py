@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.base.native import popcount
+from featstore.base.native import load_i32, load_u64, popcount
 
 
 @njit(cache=True, nogil=True)
@@ -39,3 +39,13 @@ def slot_of(row: Any, bits: Any, ranks: Any) -> Any:
     if word & bit == 0:
         return np.int64(-1)
     return np.int64(ranks[row >> 6]) + popcount(word & (bit - np.uint64(1)))
+
+
+@njit(nogil=True)
+def slot_at(row: Any, bits: Any, ranks: Any) -> Any:
+    """As :func:`slot_of`, of a set at two addresses."""
+    word = load_u64(bits + 8 * (row >> 6))
+    bit = np.uint64(1) << np.uint64(row & 63)
+    if word & bit == 0:
+        return np.int64(-1)
+    return np.int64(load_i32(ranks + 4 * (row >> 6))) + popcount(word & (bit - np.uint64(1)))

@@ -7,13 +7,14 @@ torch is never imported here: a tensor can only have come from a program that im
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError, IdError
+
+_INT64 = np.dtype(np.int64)
 
 
 def is_tensor(value: Any) -> bool:
@@ -66,8 +67,7 @@ def rows_of(out: Any) -> int:
     return int(out.shape[0]) if known and out.ndim else 0
 
 
-@dataclass(frozen=True)
-class Ids:
+class Ids(NamedTuple):
     """Node ids: ``values`` int64, flat; ``shape`` as they were given; whether rows go back as a tensor."""
 
     values: NDArray[np.int64]
@@ -81,6 +81,8 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
     ``copy`` makes the result independent of what the caller does with ``ids`` afterwards. Raises IdError for
     anything that is not an integer.
     """
+    if type(ids) is np.ndarray and not copy and ids.dtype == _INT64 and ids.flags.carray:
+        return Ids(ids if ids.ndim == 1 else ids.reshape(-1), ids.shape, False)  # as most are
     tensor = is_tensor(ids)
     try:
         given = np.asarray(ids.detach().cpu().numpy() if tensor else ids)
@@ -162,6 +164,8 @@ def parse_row_places(at: Any, count: int, rows: int) -> NDArray[np.int32]:
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[np.uint8]:
     """The bytes of a caller's ``out``. Raises ArgumentError, a ValueError, where rows of this shape and dtype
     cannot be put there."""
+    if type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray:
+        return out.reshape(-1).view(np.uint8)  # as most are
     if is_tensor(out):
         name = str(out.dtype).removeprefix("torch.")
         if out.is_nested or str(out.layout) != "torch.strided" or out.is_conj() or out.is_neg():

@@ -163,6 +163,17 @@ def popcount(typingctx: Any, word: Any) -> Any:
 
 
 @intrinsic
+def load_shared(typingctx: Any, address: Any) -> Any:
+    """The int64 at an address that another thread writes to: loaded each time it is asked for, in order with
+    atomic additions."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0], I64), "seq_cst", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
 def atomic_add(typingctx: Any, address: Any, increment: Any) -> Any:
     """Add to the int64 at an address; returns the value before."""
 
@@ -253,6 +264,7 @@ call_prep_read = _make_call(
 call_pread = _make_call(
     I64, types.int64, [I32, I64, I64, I64], [types.int32, types.int64, types.int64, types.int64]
 )
+call_read = _make_call(I64, types.int64, [I32, I64, I64], [types.int32, types.int64, types.int64])
 call_clock_gettime = _make_call(I32, types.int32, [I32, I64], [types.int32, types.int64])
 
 

@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.base.native import memcpy, prefetch
+from featstore.base.native import STREAM_BYTES, memcpy, prefetch, stream_vector
 
 #: Instead of places of rows: they lie one after the other.
 IN_ORDER = np.empty(0, np.int32)
+
+#: Results from this size on are written past the caches.
+STREAMED_BYTES_MIN = 8 * 2**20
 
 _AHEAD = 12  # rows
 _PREFETCH_BYTES = 1024  # of each
@@ -30,6 +33,14 @@ def expect_row(row: int, row_bytes: int) -> None:
     while at < min(row_bytes, _PREFETCH_BYTES):
         prefetch(row + at)
         at += _LINE_BYTES
+
+
+@njit(nogil=True)
+def stream_row(to: Any, source: Any, row_bytes: Any) -> None:
+    """Copy a row past the caches: its size and its place are multiples of STREAM_BYTES. Call ``fence`` after
+    the last one."""
+    for at in range(0, row_bytes, STREAM_BYTES):
+        stream_vector(to + at, source + at)
 
 
 @njit(cache=True, nogil=True)

@@ -7,12 +7,19 @@ What is here uses only steps that are single to the interpreter: ``SimpleQueue.p
 ``list.pop``, and ``with`` over a lock of the interpreter's own.
 
 A forked child has none of its parent's threads: there, nothing waits for one.
+
+The garbage collector, too, comes between any two steps, of any thread, and calls what is to be called of
+objects that were dropped. One that waits there for a thread to end may wait for ever: the collector may have
+come in the middle of the standard library's start of a thread, which holds a lock that the end of each thread
+takes. So ``__del__`` of what has threads leaves its closing to a thread of its own (:func:`close_later`).
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -234,6 +241,75 @@ class _Promise:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
+
+
+class _Closer:
+    """The thread that closes what was dropped, of one process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.dropped: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.worker = Worker(self._close_all, "featstore-closer")
+        self.worker.start()
+
+    def _close_all(self) -> None:
+        while (close := self.dropped.get()) is not None:
+            try:
+                close()
+            except Exception:
+                said = threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                threading.excepthook(said)
+            del close
+
+    def end(self) -> None:
+        self.dropped.put(None)
+        self.worker.end()
+
+
+_closer: _Closer | None = None
+_starting = threading.Lock()
+
+
+def _renew_starting() -> None:
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_starting)
+
+
+def close_later(close: Callable[[], None]) -> None:
+    """Have something closed by a thread that nobody waits for; for ``__del__`` (see the module's text). In a
+    process that has no such thread, which then has none of those either that are to be waited for, it is
+    closed at once."""
+    closer = _closer
+    if closer is None or closer.pid != os.getpid() or closer.worker.ended:
+        close()
+    else:
+        closer.dropped.put(close)  # the one thing that may be interrupted by itself
+
+
+def closed_later() -> None:
+    """Return when all that was dropped until now has been closed, its memory given back; from then on there
+    is the thread that :func:`close_later` needs. To be called where what has threads is made. Raises
+    DeviceError where there can be no more threads."""
+    global _closer
+    with _starting:
+        if _closer is None or _closer.pid != os.getpid():
+            _closer = _Closer()
+        closer = _closer
+    done: queue.SimpleQueue[None] = queue.SimpleQueue()
+    closer.dropped.put(partial(done.put, None))
+    while not closer.worker.ended:
+        with suppress(queue.Empty):
+            done.get(timeout=_PATIENCE_SECONDS)
+            return
+
+
+@atexit.register
+def _end_closer() -> None:
+    if _closer is not None and _closer.pid == os.getpid():
+        _closer.end()
 
 
 def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from featstore.base.checksum import crc_page
+from featstore.base.clock import now_ns
 from featstore.base.compilation import njit
 from featstore.base.native import (
     STREAM_BYTES,
     atomic_add,
-    call_clock_gettime,
     fence,
-    function_address,
-    libc,
     load_i32,
     load_i64,
     load_u32,
@@ -34,8 +32,6 @@ from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.units import PAGE_BYTES
 
-CLOCK_GETTIME = function_address(libc(), "clock_gettime")
-_CLOCK_MONOTONIC = 1
 _SPAN_PAGES = 8  # that are verified, and then copied
 _STREAMED_MIN = 64 * 2**10  # bytes of a span that is copied past the caches
 _ROWS_AHEAD = 4  # whose places are fetched into the caches before they are copied
@@ -50,13 +46,6 @@ _SPANS = L.SPANS * 8
 _OUT, _ROW_BYTES, _CHECKSUMS = L.OUT * 8, L.ROW_BYTES * 8, L.CHECKSUMS * 8
 _ERROR, _ERROR_PAGE, _ERROR_EXPECTED = L.ERROR * 8, L.ERROR_PAGE * 8, L.ERROR_EXPECTED * 8
 _ERROR_ACTUAL, _ERROR_CLAIM = L.ERROR_ACTUAL * 8, L.ERROR_CLAIM * 8
-
-
-@njit(nogil=True)
-def now_ns(clock: Any, scratch: Any) -> Any:
-    """Monotonic time; ``clock`` is clock_gettime's address, ``scratch`` that of 16 free bytes."""
-    call_clock_gettime(clock, np.int32(_CLOCK_MONOTONIC), scratch)
-    return load_i64(scratch) * 1_000_000_000 + load_i64(scratch + 8)
 
 
 @njit(nogil=True)

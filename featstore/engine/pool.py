@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
+from featstore.base.clock import CLOCK_GETTIME, now_ns
 from featstore.base.compilation import njit
 from featstore.base.native import (
     address_of,
@@ -40,11 +41,9 @@ from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
 from featstore.engine.deliver import (
-    CLOCK_GETTIME,
     copy_extent,
     count_read,
     deliver,
-    now_ns,
     report_error,
     verify_extent,
 )

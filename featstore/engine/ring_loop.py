@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.clock import now_ns
 from featstore.base.compilation import njit
 from featstore.base.native import (
     atomic_add,
@@ -32,7 +33,7 @@ from featstore.base.native import (
 )
 from featstore.engine import counters as C
 from featstore.engine import lane as L
-from featstore.engine.deliver import count_read, deliver, now_ns, report_error
+from featstore.engine.deliver import count_read, deliver, report_error
 from featstore.engine.liburing import (
     CQ_ADVANCE,
     GET_SQE,

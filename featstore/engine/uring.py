@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
+from featstore.base.clock import CLOCK_GETTIME
 from featstore.base.native import address_of
 from featstore.base.system import available_cores, refusal, started
 from featstore.base.threads import SafeCondition, Wake
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
-from featstore.engine.deliver import CLOCK_GETTIME
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.engine.liburing import library

@@ -36,11 +36,14 @@ from featstore.plan.extents import (
 from featstore.reader.report import Counts
 from featstore.storage.store import Table
 from featstore.tiers.static import StaticRows
+from featstore.tiers.team import Team
 
 _ALONE_BYTES = 2 * 2**20  # from here on, looking up and copying are shared with the helper threads,
 _SHARE_BYTES, _SHARES_PER_THREAD = 2**18, 4  # in such shares
 _ID_BYTES = 64  # what looking up one id weighs in that
 _SMALL_IDS = 2**14  # up to here, handing a request to another thread costs more than it saves
+_SAMPLED_IDS = 2**8  # of a larger request, that are looked up to see whether the tier has them all
+_STEP_IDS = 2**18
 _RANGES_MAX = 16  # ranges that ids are cut into at once: each costs one pass over them
 NONE = np.empty(0, np.int32)
 _UNSERVED = np.empty(0, np.uint8)
@@ -71,7 +74,7 @@ class TableState:
         self.files = TableFiles(paths, table.layout, checksums, access)
         self.tiers: list[StaticRows] = []
 
-    def load_kernels(self) -> None:
+    def load_kernels(self, team: Team) -> None:
         """Run every kernel of a lookup on nothing, so that numba loads (or compiles) it now and not in the
         middle of a read: a process that forks while another of its threads holds numba's lock leaves a child
         that can never take it."""
@@ -85,7 +88,8 @@ class TableState:
         select_rows(part.ids, part.row_map, rows, 0, 0, 0, found.rows, found.positions)
         for tier in self.tiers:
             tier.serve(found.rows, found.positions, found.served, _NOWHERE)
-            tier.serve_ids(part.ids, part.row_map, rows, _NOWHERE)
+            tier.serve_ids(part.ids, part.row_map, rows, _NOWHERE, team)
+            team.load_kernels()
 
 
 class Part:
@@ -184,38 +188,34 @@ def _check(part: Part, bad: int) -> None:
         )
 
 
-def held_rows(
-    states: Mapping[str, TableState], ids: Any, out: Any, ids_max: int, counts: Counts,
-    helpers: ThreadPoolExecutor,
-) -> Any:  # fmt: skip
-    """The rows of a small request of the one table there is, if its one tier has them all: found and copied
-    in one go. None for any other request. Raises what :func:`parse_ids` and :func:`check_out` do."""
-    begin = time.perf_counter()
-    if len(states) != 1 or isinstance(ids, Mapping) or isinstance(out, Mapping):
+def _is_mapping(value: Any) -> bool:
+    return value is not None and type(value) is not np.ndarray and isinstance(value, Mapping)
+
+
+def held_rows(states: Mapping[str, TableState], ids: Any, out: Any, counts: Counts, team: Team) -> Any:
+    """The rows of a request of the one table there is, if its one tier has them all: found and copied in one
+    go, by a team. None for any other request. Raises what :func:`parse_ids` and :func:`check_out` do."""
+    started = time.perf_counter()
+    if len(states) != 1 or _is_mapping(ids) or _is_mapping(out):
         return None
     (state,) = states.values()
     if len(state.tiers) != 1:
         return None
     table, parsed = state.table, parse_ids(ids)
     count = len(parsed.values)
-    if not 0 < count <= min(_SMALL_IDS, ids_max):
+    if count == 0:
         return None
+    tier, what = state.tiers[0], (state.row_map, table.rows)
+    if count > _SMALL_IDS and not tier.has(parsed.values[:: count // _SAMPLED_IDS].copy(), *what, team):
+        return None  # before there is memory for them all
     shape = (*parsed.shape, *table.row_shape)
     rows = empty_rows(count, table.row_bytes) if out is None else check_out(out, shape, table.dtype)
-    missed: list[int] = []
-
-    def work(begin: int, end: int) -> None:
-        part = rows[begin * table.row_bytes : end * table.row_bytes]
-        if not state.tiers[0].serve_ids(parsed.values[begin:end], state.row_map, table.rows, part):
-            missed.append(begin)
-
-    _in_parallel(work, count, _ID_BYTES + table.row_bytes, helpers)
-    if missed:
-        return None
-    counts.add(
-        {state.tiers[0].name: count}, requests=1, rows_asked=count, bytes_asked=count * table.row_bytes,
-        seconds_planning=time.perf_counter() - begin,
-    )  # fmt: skip
+    for begin in range(0, count, _STEP_IDS):  # an interrupt comes through between
+        ids = parsed.values[begin : begin + _STEP_IDS]
+        to = rows[begin * table.row_bytes : (begin + len(ids)) * table.row_bytes]
+        if not tier.serve_ids(ids, *what, to, team):
+            return None
+    counts.add_held(tier.name, count, count * table.row_bytes, time.perf_counter() - started)
     return finished(rows, shape, table.dtype, parsed.tensor) if out is None else out
 
 

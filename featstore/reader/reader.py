@@ -31,7 +31,8 @@ from featstore.base.compilation import announce_compilation
 from featstore.base.environment import MEMORY
 from featstore.base.ids import parse_ids
 from featstore.base.sheets import Sheet, Shown
-from featstore.base.threads import Permits, Wake, shut_down, thread_pool
+from featstore.base.system import available_cores
+from featstore.base.threads import Permits, Wake, close_later, closed_later, shut_down, thread_pool
 from featstore.engine import counters as C
 from featstore.engine import engine_class, make
 from featstore.engine.base import Engine
@@ -42,14 +43,7 @@ from featstore.plan.budget import Budget
 from featstore.plan.cost import DeviceModel, device_key, load_model
 from featstore.plan.extents import cut_extents, plan_extents
 from featstore.reader.feeder import Feeder, MakeLane
-from featstore.reader.lookup import (
-    NONE,
-    Part,
-    TableState,
-    find_small,
-    held_rows,
-    table_need,
-)
+from featstore.reader.lookup import NONE, Part, TableState, find_small, held_rows, table_need
 from featstore.reader.options import as_static_bytes, check_reading, chosen_engine, memory_said
 from featstore.reader.planner import Planner, lane_of
 from featstore.reader.report import Counts, Plan, ReaderStats
@@ -58,6 +52,7 @@ from featstore.reader.sheets import reader_sheet
 from featstore.reader.static_rows import StaticIds, static_members
 from featstore.storage.store import OpenStore, as_store, check_on_disk
 from featstore.tiers.static import StaticRows
+from featstore.tiers.team import Team
 from featstore.units import PAGE_BYTES, parse_bytes
 
 QUEUE_DEPTH = 128
@@ -71,6 +66,7 @@ _open_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 def _close_all() -> None:
     """Close what a program left open, before the interpreter stops the engines' threads: joining them later
     would hang."""
+    closed_later()
     for reader in list(_open_readers):
         reader.close()
 
@@ -161,13 +157,14 @@ class Reader(Shown):
 
     def _start_process(self) -> None:
         """Open what belongs to this process: the engine, threads, locks."""
+        closed_later()
         self._counts = Counts()
         threads = self._threads or (self.model.threads if self.engine.name == "uring" else None)
         sizes = self.queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
         self._engine = make(self.engine.name, *sizes, threads)
         self._feeder = Feeder(self._engine, self._counts, self.store.path)
-        helpers = max(1, min(4, os.cpu_count() or 1) - 1)
-        self._helpers = thread_pool(helpers, "featstore-copy")
+        helpers = min(4, available_cores(), self._threads or 4) - 1
+        self._helpers, self._team = thread_pool(max(1, helpers), "featstore-copy"), Team(helpers)
         self._planner = Planner(self.model, self.budget, self._counts, self._helpers)
         self._requests = Permits(IN_FLIGHT_MAX)
         self._pid = os.getpid()
@@ -175,7 +172,7 @@ class Reader(Shown):
     def _load_kernels(self) -> None:
         """Load all that a read runs, by reading nothing; see ``load_kernels`` of ``TableState``."""
         for state in self._states.values():
-            state.load_kernels()
+            state.load_kernels(self._team)
             nothing, none = np.empty(0, np.int64), np.empty(0, np.uint8)
             extents = plan_extents(
                 nothing, NONE, none, 0, state.table.layout, self.model, self.budget.extent_bytes_max
@@ -225,7 +222,7 @@ class Reader(Shown):
         """
         self._ready()
         states = self._opened()
-        rows = held_rows(states, ids, out, self.budget.piece_ids_max, self._counts, self._helpers)
+        rows = held_rows(states, ids, out, self._counts, self._team)
         if rows is not None:
             return rows
         finish, parts = parse_request(states, ids, out, copy=False)
@@ -370,6 +367,7 @@ class Reader(Shown):
         if self._engine is not None and self._pid == os.getpid():
             self._feeder.close()
             shut_down(self._helpers)
+            self._team.close()
             self._engine.close()
         for state in self._states.values():
             state.files.close()
@@ -383,7 +381,7 @@ class Reader(Shown):
 
     def __del__(self) -> None:
         if getattr(self, "_states", None) and not sys.is_finalizing():
-            self.close()
+            close_later(self.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.store, self.given)

@@ -231,6 +231,16 @@ class Counts:
             for tier, count in (hits or {}).items():
                 self._hits[tier] = self._hits.get(tier, 0) + count
 
+    def add_held(self, tier: str, rows: int, byte_count: int, seconds: float) -> None:
+        """A request whose rows one tier has all: what :meth:`add` would do, in less than half of its time."""
+        values, hits = self._values, self._hits
+        with self._lock:
+            values["requests"] = values.get("requests", 0) + 1
+            values["rows_asked"] = values.get("rows_asked", 0) + rows
+            values["bytes_asked"] = values.get("bytes_asked", 0) + byte_count
+            values["seconds_planning"] = values.get("seconds_planning", 0) + seconds
+            hits[tier] = hits.get(tier, 0) + rows
+
     def clear(self) -> None:
         """Begin anew."""
         with self._lock:

@@ -16,22 +16,15 @@ from numpy.typing import NDArray
 
 from featstore.base.bitmap import set_bits, slot_of
 from featstore.base.compilation import njit
-from featstore.base.native import STREAM_BYTES, address_of, fence, memcpy, prefetch, stream_vector
+from featstore.base.native import STREAM_BYTES, address_of, fence, memcpy, prefetch
+from featstore.base.rows import STREAMED_BYTES_MIN, stream_row
 from featstore.errors import ArgumentError, SourceError
+from featstore.tiers.team import Team
 
 _AHEAD = 8  # rows looked up and prefetched ahead of the copy; a power of two
 _PREFETCH_BYTES = 1024
 MEMBERS_MAX = 2**31 - 1
-_STREAM_BYTES_MIN = 8 * 2**20  # results from this size on are written past the caches
-
-
-@njit(nogil=True)
-def _copy(to: Any, source: Any, row_bytes: Any, streaming: Any) -> None:
-    if streaming:
-        for at in range(0, row_bytes, STREAM_BYTES):
-            stream_vector(to + at, source + at)
-    else:
-        memcpy(to, source, row_bytes)
+_NOTHING = np.empty(0, np.uint8)
 
 
 @njit(cache=True, nogil=True)
@@ -54,7 +47,7 @@ def serve_rows(
     n = rows.shape[0]
     in_order = positions.shape[0] == 0
     streaming = (
-        n * row_bytes >= _STREAM_BYTES_MIN and row_bytes % STREAM_BYTES == 0 and out % STREAM_BYTES == 0
+        n * row_bytes >= STREAMED_BYTES_MIN and row_bytes % STREAM_BYTES == 0 and out % STREAM_BYTES == 0
     )
     lines = min(row_bytes, _PREFETCH_BYTES) if out != 0 else 0
     slots = np.full(_AHEAD, -1, np.int64)  # of rows i to i + _AHEAD - 1, at i & (_AHEAD - 1)
@@ -67,7 +60,10 @@ def serve_rows(
             count += 1
             if out != 0:
                 to = i if in_order else np.int64(positions[i])
-                _copy(out + to * row_bytes, data + slots[at] * row_bytes, row_bytes, streaming)
+                if streaming:
+                    stream_row(out + to * row_bytes, data + slots[at] * row_bytes, row_bytes)
+                else:
+                    memcpy(out + to * row_bytes, data + slots[at] * row_bytes, row_bytes)
         slots[at] = -1
         if step < n and served[step] == 0:
             slots[at] = slot_of(rows[step], bits, ranks)
@@ -77,39 +73,6 @@ def serve_rows(
     if streaming:
         fence()
     return count
-
-
-@njit(cache=True, nogil=True)
-def serve_ids(
-    ids: NDArray[np.int64],
-    row_of_node: NDArray[Any],
-    rows: int,
-    bits: NDArray[np.uint64],
-    ranks: NDArray[np.int32],
-    data: int,
-    row_bytes: int,
-    out: int,
-) -> int:
-    """The lookup of ids (an empty ``row_of_node`` is the identity, of so many rows) and their copy in one go,
-    to ``out`` in order, as long as they are members. Returns how many were: fewer than there are ids where
-    one is none, or is not of the table."""
-    n, identity, lines = ids.shape[0], row_of_node.shape[0] == 0, min(row_bytes, _PREFETCH_BYTES)
-    slots = np.full(_AHEAD, -1, np.int64)  # of ids i to i + _AHEAD - 1, at i & (_AHEAD - 1)
-    for step in range(n + _AHEAD):
-        at, i = step & (_AHEAD - 1), step - _AHEAD
-        if i >= 0:
-            if slots[at] < 0:
-                return i
-            memcpy(out + i * row_bytes, data + slots[at] * row_bytes, row_bytes)
-        if step < n:
-            node, slot = ids[step], np.int64(-1)
-            if 0 <= node < rows:
-                slot = slot_of(node if identity else np.int64(row_of_node[node]), bits, ranks)
-            slots[at] = slot
-            if slot >= 0:
-                for line in range(0, lines, 64):
-                    prefetch(data + slot * row_bytes + line)
-    return int(n)
 
 
 def check_members(count: int) -> None:
@@ -139,6 +102,7 @@ class StaticRows:
             raise ArgumentError("the rows of a static tier must be distinct")
         self.row_bytes = row_bytes
         self.data = np.empty((self.rows, row_bytes), np.uint8)
+        self._address = address_of(self.data)
 
     @staticmethod
     def index_bytes(table_rows: int) -> int:
@@ -156,13 +120,18 @@ class StaticRows:
         served: NDArray[np.uint8],
         out: NDArray[np.uint8],
     ) -> int:
-        members, to = (self._bits, self._ranks, address_of(self.data), self.row_bytes), address_of(out)
+        members, to = (self._bits, self._ranks, self._address, self.row_bytes), address_of(out)
         return int(serve_rows(rows, positions, served, *members, to))
 
+    def has(self, ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, team: Team) -> bool:
+        """Whether the rows of these node ids are all members."""
+        members = (self._bits, self._ranks)
+        return team.serve(ids, row_of_node, rows, members, 0, 0, _NOTHING)
+
     def serve_ids(
-        self, ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, out: NDArray[np.uint8]
+        self, ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, out: NDArray[np.uint8], team: Team
     ) -> bool:
-        """Copy the rows of these node ids to ``out``, in order. False where not all of them are members, or
-        of the table: ``out`` is to be filled otherwise then."""
-        members, to = (self._bits, self._ranks, address_of(self.data), self.row_bytes), address_of(out)
-        return bool(serve_ids(ids, row_of_node, rows, *members, to) == len(ids))
+        """Copy the rows of these node ids to ``out``, in order, by a team. False where not all of them are
+        members, or of the table: ``out`` is to be filled otherwise then."""
+        members = (self._bits, self._ranks)
+        return team.serve(ids, row_of_node, rows, members, self._address, self.row_bytes, out)

@@ -23,6 +23,7 @@ from arguments_world import World
 from arguments_wrong import Anything, Rule
 
 import featstore
+from featstore.base.threads import closed_later
 from featstore.errors import FeatstoreError
 from featstore.loaders.options import LoaderOptions
 
@@ -208,6 +209,7 @@ def test_wrong_arguments_are_refused(world: World, name: str, parameter: str) ->
     assert not failures, "\n".join(failures)
     if left(world.root) != before:
         gc.collect()  # what an error's frames hold: only where there is something, as it takes long
+        closed_later()
         now, after = left(world.root), "what an earlier test had left may be gone by now"
         assert not Counter(now[0]) - Counter(before[0]), after
         assert now[1] <= before[1], after

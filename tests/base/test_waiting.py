@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -9,12 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from types import FrameType
 from typing import Any
 
 import pytest
+from processes import in_child
 
-from featstore.base.threads import Runner, Wake, Worker
+import featstore
+from featstore.base.threads import Runner, Wake, Worker, close_later, closed_later
 from featstore.errors import ClosedError
 
 LIMIT_SECONDS = 20.0
@@ -302,3 +306,65 @@ def test_an_interrupt_leaves_no_lock_taken(kind: str) -> None:
         [sys.executable, "-c", INTERRUPTED, kind], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "whole\n", done.stderr[-2000:]
+
+
+def test_what_is_dropped_is_closed_where_nobody_waits(store: featstore.Store) -> None:
+    """The garbage collector may come while the standard library starts a thread, and holds the lock that the
+    end of each thread takes: a reader that it finds is closed all the same, and nothing hangs."""
+    reader = store.reader(memory="64MiB")
+    reader.submit([1, 2, 3]).result(10)  # its threads are there
+    circle: list[Any] = [reader]
+    circle.append(circle)
+    dropped = weakref.ref(reader)
+    del reader, circle
+
+    def collect() -> None:
+        with threading._shutdown_locks_lock:  # type: ignore[attr-defined]
+            gc.collect()
+
+    within_limit(collect)
+    within_limit(closed_later)
+    assert dropped() is None
+
+
+def test_who_closes_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    closed_later()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    closed: list[int] = []
+    close_later(fail)
+    close_later(lambda: closed.append(1))
+    within_limit(closed_later)
+    assert closed == [1]
+    assert [str(one.exc_value) for one in said] == ["no"]
+
+
+def test_a_forked_child_closes_at_once_until_it_has_a_thread() -> None:
+    closed_later()
+
+    def work() -> bool:
+        closed: list[int] = []
+        close_later(lambda: closed.append(1))
+        at_once = closed == [1]
+        closed_later()
+        close_later(lambda: closed.append(2))
+        closed_later()
+        return at_once and closed == [1, 2]
+
+    assert in_child(work) == 0
+
+
+def test_what_is_dropped_at_the_end_is_closed() -> None:
+    """Of a program that ends right after, too."""
+    program = (
+        "from featstore.base.threads import close_later, closed_later\n"
+        "import time\n"
+        "closed_later()\n"
+        "close_later(lambda: (time.sleep(0.2), print('closed')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
