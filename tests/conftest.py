@@ -35,7 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what run
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Tests that are about files on a device, where fsync waits for it as ever.
-WAITING = ("engine", "measure", "storage", "test_files.py")
+WAITING = ("engine", "measure", "storage", "test_demo.py", "test_files.py")
 _fsync, _fstat = os.fsync, os.fstat
 _waits = True
 

@@ -101,8 +101,11 @@ class StaticRows:
         if self.rows != len(members):
             raise ArgumentError("the rows of a static tier must be distinct")
         self.row_bytes = row_bytes
-        self.data = np.empty((self.rows, row_bytes), np.uint8)
-        self._address = address_of(self.data)
+        self.hold(np.empty((self.rows, row_bytes), np.uint8))
+
+    def hold(self, data: NDArray[np.uint8]) -> None:
+        """Take this memory for the rows."""
+        self.data, self._address = data, address_of(data)
 
     @staticmethod
     def index_bytes(table_rows: int) -> int:

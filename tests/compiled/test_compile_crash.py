@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed_batches
+from processes import own_threads
 
 import featstore
 import featstore.layout.table
@@ -250,7 +250,7 @@ def test_a_failure_of_any_operation_is_told_and_harms_nothing(case: Case, code: 
                 unharmed = tree(before / "packs")
                 kept = tree(case.store.path / "packs")
                 assert {k: kept[k] for k in unharmed} == unharmed
-        assert not [t for t in threading.enumerate() if t.name.startswith("featstore")]
+        assert not own_threads()
         finish(case, over="fixed")
         assert tree(case.store.path) == wanted, at
         at += 1 if at < 4 else 113 if code == errno.EIO else 127
@@ -279,7 +279,7 @@ def test_an_interrupt_can_be_resumed_and_an_early_one_leaves_nothing(case: Case)
             compile_in(case, resume=resuming, progress=interrupt)
             break
         except KeyboardInterrupt:
-            assert not [t for t in threading.enumerate() if t.name.startswith("featstore")]
+            assert not own_threads()
             if stages[-1] == "deciding":
                 assert not (case.store.path / "packs").exists()
     assert {"deciding", "read", "write"} <= set(stages)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed_batches
-from processes import in_child
+from processes import in_child, own_threads
 
 import featstore
 from featstore.compile.placement import Location, Placement
@@ -55,10 +55,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def loader(request: pytest.FixtureRequest, case: Case) -> Iterator[Any]:
     with case.store.compiled(request.param) as compiled, CompiledLoader(compiled) as opened:
         yield opened
-
-
-def own_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("featstore")]
 
 
 def test_rows_come_from_everywhere(case: Case) -> None:

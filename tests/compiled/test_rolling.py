@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_support import QuickDisk, rows_of
+from processes import own_threads
 
 import featstore
 from featstore.compile import choose
@@ -71,10 +72,6 @@ def check(batches: Iterator[Any], begin: int, count: int) -> None:
 def left(store: featstore.Store) -> list[str]:
     packs = store.path / "packs"
     return sorted(p.name for p in packs.iterdir()) if packs.exists() else []
-
-
-def own_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("featstore")]
 
 
 @pytest.mark.parametrize("residency", ["min", "fixed"])

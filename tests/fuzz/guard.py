@@ -82,6 +82,6 @@ def install() -> None:
     def make_tier(tier: static.StaticRows, *arguments: Any) -> None:
         make(tier, *arguments)
         if tier.data.nbytes:
-            tier.data = guarded(tier.data.nbytes).reshape(tier.data.shape)
+            tier.hold(guarded(tier.data.nbytes).reshape(tier.data.shape))
 
     static.StaticRows.__init__ = make_tier  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from processes import in_child
 
 import featstore
 from featstore.base.dtypes import bfloat16
+from featstore.base.threads import closed_later
 from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError
 from featstore.loaders.host import line
 from featstore.loaders.host.slots import SharedSlots, Slots
@@ -451,6 +452,7 @@ def test_the_rows_are_in_memory_once(tmp_path: Path, pack: Any, start: Any, mode
             list(loader)  # kernels and libraries are there
         del loader
         gc.collect()
+        closed_later()
         taken = [pss()]
         with store.loader(**how) as loader:
             for number, batch in enumerate(loader):

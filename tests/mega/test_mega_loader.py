@@ -822,7 +822,7 @@ loader.set_epoch(0)
 assert [batch.n_id.tolist() for batch in loader] == expected
 assert all(one in expected for one in seen.values())
 loader.close()
-left = [t.name for t in threading.enumerate() if "featstore" in t.name and t.is_alive()]
+left = [t.name for t in threading.enumerate() if "featstore" in t.name and "closer" not in t.name]
 assert not left, left
 print("interrupted" if interrupted else "never", flush=True)
 """
