@@ -28,8 +28,10 @@ from featstore.base.compilation import njit
 from featstore.order.pairs import (
     HISTOGRAM_SIZE,
     PAIR_TABLES,
+    PIECE_EDGES,
     PairCounter,
     PairTable,
+    pair_table_count,
     pair_tables_bytes,
 )
 from featstore.order.stream import GraphLike, bad_edge_error, edge_blocks
@@ -258,7 +260,7 @@ def contract(
     One pass over the edges. Raises SourceError for one to a node that does not exist. Holds the table, while
     it grows also half of that, and the result: :func:`contract_bytes`.
     """
-    with PairCounter(indptr, label, vertices, pairs_max, threads) as counter:
+    with PairCounter(indptr, label, vertices, pairs_max, threads, block_edges) as counter:
         for first, block in edge_blocks(graph, block_edges):
             bad = counter.count(first, block)
             if bad >= 0:
@@ -293,6 +295,7 @@ def contract_bytes(vertices: int, pairs_max: int, block_edges: int) -> int:
     table = pair_tables_bytes(pairs_max)
     return (
         max(8 * block_edges + table + table // 2, table + 32 * pairs_max)
+        + 8 * pair_table_count(pairs_max) * (min(PIECE_EDGES, block_edges) + 64)
         + 24 * (vertices + 1)
         + 8 * HISTOGRAM_SIZE * PAIR_TABLES
     )

@@ -1,13 +1,16 @@
 """Counting pairs of clusters in tables of bounded size: see :mod:`featstore.order.coarsen`.
 
 Pairs are spread over :data:`PAIR_TABLES` hash tables by the upper bits of their hash, so that several threads
-can count at once: each goes over all edges and counts the pairs of the tables that are its own. What a table
-holds follows from its own pairs in the order of the edges, so it does not matter whose it is.
+can count at once. Edges are taken in pieces: each thread names the pairs of its share of a piece, by table.
+Then each counts those that all have found of the tables that are its own. What a table holds follows from its
+own pairs in the order of the edges, so it does not matter whose it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,18 +25,16 @@ from featstore.order.stream import PREFETCH_EDGES
 PAIR_BYTES = 12
 """A slot of a table: the pair, int64, and its count, int32."""
 
+PIECE_EDGES = 1 << 16
 PAIR_TABLES = 8
 _PAIRS_ALONE = 1 << 15  # so few pairs are in one table
 SLOTS_FIRST = 1 << 12
-_AT_ONCE = 32  # edges whose pairs are looked for together
+_AHEAD = 16  # pairs
 HISTOGRAM_SIZE = 1 << 10
 
 # Columns of a table's description, int64: addresses of keys and counts, slots - 1, pairs, and how many there
 # may be.
 _KEYS, _COUNTS, _MASK, _PAIRS, _ROOM = range(5)
-
-# Positions in the kernel's state, int64.
-_NODE, _BAD, _FULL = range(3)
 
 
 @njit(cache=True, nogil=True)
@@ -43,74 +44,66 @@ def home_slot(key: int, slots: int) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def count_pairs(
-    indptr: Any, block: Any, first_edge: int, begin: int, label: Any, vertices: int, tables: Any, shift: int,
-    low_table: int, high_table: int, state: Any,
+def name_pairs(
+    indptr: Any, block: Any, first_edge: int, node: int, label: Any, vertices: int, shift: int, pairs: Any,
+    found: Any,
 ) -> int:  # fmt: skip
-    """Count the block's edges between clusters, from position ``begin``, whose pairs belong to the tables
-    from ``low_table`` to below ``high_table``; where a new pair had no room (in table ``state[FULL]``), or
+    """The pairs of clusters that the block's edges are between, by table: ``pairs`` int64 [tables, edges], of
+    which ``found`` int64 [tables] are of a table. The position of an edge to a node that does not exist, or
     -1.
 
-    An edge to a node that does not exist ends it as well, and sets ``state[BAD]``. Edges are looked at a few
-    at a time, so that the memory of their pairs is asked for before it is needed.
-
-    ``tables`` int64 [tables, 5]: keys int64, -1 = free, counts int32, and the rest; the upper bits of a
-    pair's hash above ``shift`` say which (64: there is one); ``state`` int64 [3].
+    ``node``: that of the first edge. The upper bits of a pair's hash above ``shift`` say which table it
+    belongs to (64: there is one).
     """
-    node = state[_NODE]
     labels = label.ctypes.data
-    pairs, places = np.empty(_AT_ONCE, np.int64), np.empty(_AT_ONCE, np.int64)
-    which = np.empty(_AT_ONCE, np.int64)
-    for low in range(begin, block.size, _AT_ONCE):
-        high = min(low + _AT_ONCE, block.size)
-        bad = high
-        found = 0
-        for i in range(low, high):
-            if i + PREFETCH_EDGES < block.size:
-                prefetch(labels + 4 * np.int64(block[i + PREFETCH_EDGES]))
-            while indptr[node + 1] <= first_edge + i:
-                node += 1
-            if block[i] < 0 or block[i] >= label.size:
-                bad = i
-                break
-            a, b = np.int64(label[block[i]]), np.int64(label[node])
-            which[i - low] = -1
-            if a == b:
-                continue
-            key = a * vertices + b if a < b else b * vertices + a
-            hashed = mix64(np.uint64(key))
-            t = np.int64(0) if shift >= 64 else np.int64(hashed >> np.uint64(shift))
-            if t < low_table or t >= high_table:
-                continue
-            slot = np.int64(hashed) & tables[t, _MASK]
-            prefetch(tables[t, _KEYS] + 8 * slot)
-            prefetch(tables[t, _COUNTS] + 4 * slot)
-            pairs[i - low], places[i - low], which[i - low] = key, slot, t
-            found += 1
-        for i in range(low, bad if found else low):
-            t = which[i - low]
-            if t < 0:
-                continue
-            key, slot = pairs[i - low], places[i - low]
-            keys, counts, mask = tables[t, _KEYS], tables[t, _COUNTS], tables[t, _MASK]
+    found[:] = 0
+    for i in range(block.size):
+        if i + PREFETCH_EDGES < block.size:
+            prefetch(labels + 4 * np.int64(block[i + PREFETCH_EDGES]))
+        while indptr[node + 1] <= first_edge + i:
+            node += 1
+        if block[i] < 0 or block[i] >= label.size:
+            return i
+        a, b = np.int64(label[block[i]]), np.int64(label[node])
+        if a == b:
+            continue
+        pair = a * vertices + b if a < b else b * vertices + a
+        t = np.int64(0) if shift >= 64 else np.int64(mix64(np.uint64(pair)) >> np.uint64(shift))
+        pairs[t, found[t]] = pair
+        found[t] += 1
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def count_pairs(pairs: Any, begin: int, table: Any) -> int:
+    """Count pairs of a table, from position ``begin``; where a new one had no room, or -1.
+
+    ``table`` int64 [5]: addresses of keys int64, -1 = free, and counts int32, and the rest. Slots are asked
+    for some pairs before they are looked at.
+    """
+    keys, counts, mask = table[_KEYS], table[_COUNTS], table[_MASK]
+    for i in range(begin - _AHEAD, pairs.size):
+        if i + _AHEAD < pairs.size:
+            slot = np.int64(mix64(np.uint64(pairs[i + _AHEAD]))) & mask
+            prefetch(keys + 8 * slot)
+            prefetch(counts + 4 * slot)
+        if i < begin:
+            continue
+        key = pairs[i]
+        slot = np.int64(mix64(np.uint64(key))) & mask
+        there = load_i64(keys + 8 * slot)
+        while there != key and there >= 0:
+            slot = (slot + 1) & mask
             there = load_i64(keys + 8 * slot)
-            while there != key and there >= 0:
-                slot = (slot + 1) & mask
-                there = load_i64(keys + 8 * slot)
-            if there < 0:
-                if tables[t, _PAIRS] >= tables[t, _ROOM]:
-                    state[_FULL] = t
-                    return int(i)
-                store_i64(keys + 8 * slot, key)
-                store_i32(counts + 4 * slot, np.int32(0))
-                tables[t, _PAIRS] += 1
-            count = load_i32(counts + 4 * slot)
-            if count < 2147483647:
-                store_i32(counts + 4 * slot, np.int32(count + 1))
-        if bad < high:
-            state[_BAD] = 1
-            return int(bad)
-        state[_NODE] = node
+        if there < 0:
+            if table[_PAIRS] >= table[_ROOM]:
+                return int(i)
+            store_i64(keys + 8 * slot, key)
+            store_i32(counts + 4 * slot, np.int32(0))
+            table[_PAIRS] += 1
+        count = load_i32(counts + 4 * slot)
+        if count < 2147483647:
+            store_i32(counts + 4 * slot, np.int32(count + 1))
     return -1
 
 
@@ -229,8 +222,9 @@ class PairCounter:
     """Counts the pairs of clusters that edges are between; a context manager. ``tables`` has them."""
 
     def __init__(
-        self, indptr: NDArray[np.int64], label: NDArray[np.int32], vertices: int, pairs_max: int, threads: int
-    ) -> None:
+        self, indptr: NDArray[np.int64], label: NDArray[np.int32], vertices: int, pairs_max: int,
+        threads: int, block_edges: int,
+    ) -> None:  # fmt: skip
         self._indptr, self._label, self._vertices = indptr, label, vertices
         count = pair_table_count(pairs_max)
         self.tables = [PairTable(pairs_max // count) for _ in range(count)]
@@ -238,10 +232,12 @@ class PairCounter:
         for table, row in zip(self.tables, self._rows, strict=True):
             table.describe(row)
         self._shift = 64 - (count.bit_length() - 1)
-        threads = max(1, min(threads, count))
-        self._bounds = [count * one // threads for one in range(threads + 1)]
-        self._states = np.zeros((threads, 3), np.int64)
-        self._pool = ThreadPoolExecutor(threads - 1, "featstore-order") if threads > 1 else None
+        self._threads = max(1, min(threads, count))
+        self._share = -(-min(PIECE_EDGES, block_edges) // self._threads)
+        self._pairs = np.empty((self._threads, count, self._share), np.int64)
+        self._found = np.zeros((self._threads, count), np.int64)
+        alone = self._threads == 1
+        self._pool = None if alone else ThreadPoolExecutor(self._threads - 1, "featstore-order")
 
     def __enter__(self) -> PairCounter:
         return self
@@ -253,25 +249,41 @@ class PairCounter:
             self._pool.shutdown(wait=True)
 
     def count(self, first_edge: int, block: NDArray[Any]) -> int:
-        """Count a block of edges, the one after the last. The position of a bad one, or -1."""
+        """Count a block of edges. The position of a bad one, or -1."""
+        step = self._threads * self._share
+        for low in range(0, block.size, step):
+            bad = self._by_all(partial(self._name, first_edge + low, block[low : low + step]))
+            if bad >= 0:
+                return low + bad
+            self._by_all(self._count)
+        return -1
+
+    def _by_all(self, work: Callable[[int], int]) -> int:
+        """Have each thread do its share; the least of what they found, or -1."""
         if self._pool is None:
-            return self._count(0, first_edge, block)
-        threads = range(1, len(self._states))
-        others = [self._pool.submit(self._count, thread, first_edge, block) for thread in threads]
+            return work(0)
+        others = [self._pool.submit(work, thread) for thread in range(1, self._threads)]
         try:
-            found = [self._count(0, first_edge, block)]
+            found = [work(0)]
         finally:
             rest = [other.result() for other in others]
-        return max(found + rest)  # a bad edge is one for all of them, at the same place
+        return min((one for one in found + rest if one >= 0), default=-1)
 
-    def _count(self, thread: int, first_edge: int, block: NDArray[Any]) -> int:
-        begin, state = 0, self._states[thread]
-        while True:
-            begin = int(count_pairs(
-                self._indptr, block, first_edge, begin, self._label, self._vertices, self._rows, self._shift,
-                self._bounds[thread], self._bounds[thread + 1], state,
-            ))  # fmt: skip
-            if begin < 0 or state[_BAD]:
-                return begin
-            full = int(state[_FULL])
-            self.tables[full].make_room(self._rows[full])
+    def _name(self, first_edge: int, piece: NDArray[Any], thread: int) -> int:
+        begin = min(thread * self._share, piece.size)
+        share = piece[begin : begin + self._share]
+        node = int(np.searchsorted(self._indptr, first_edge + begin, "right")) - 1
+        bad = int(name_pairs(
+            self._indptr, share, first_edge + begin, node, self._label, self._vertices, self._shift,
+            self._pairs[thread], self._found[thread],
+        ))  # fmt: skip
+        return bad if bad < 0 else begin + bad
+
+    def _count(self, thread: int) -> int:
+        for number in range(thread, len(self.tables), self._threads):
+            table, row = self.tables[number], self._rows[number]
+            for pairs, found in zip(self._pairs[:, number], self._found[:, number], strict=True):
+                begin = 0
+                while (begin := int(count_pairs(pairs[:found], begin, row))) >= 0:
+                    table.make_room(row)
+        return -1
