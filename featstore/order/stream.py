@@ -15,6 +15,7 @@ on the block size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.native import prefetch
+from featstore.base.system import available_cores
 from featstore.errors import SourceError
 
 BLOCK_EDGES = 1 << 20
@@ -31,6 +33,7 @@ PREFETCH_EDGES = 48
 """What stands at an edge's source is asked for so many edges ahead: without, a pass waits for memory."""
 
 _CHECK_NODES = 1 << 16
+_SHARED_MIN = 1 << 19  # nodes, or edges, that several threads share
 
 NodeIds = NDArray[np.int32] | NDArray[np.int64]
 
@@ -87,19 +90,21 @@ def checked_indptr(graph: GraphLike) -> NDArray[np.int64]:
     return np.asarray(indptr)
 
 
-def edge_blocks(graph: GraphLike, block_edges: int = BLOCK_EDGES) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield (position of the first edge, block of ``indices``) in order; at least one block, if need be an
-    empty one.
+def edge_blocks(
+    graph: GraphLike, block_edges: int = BLOCK_EDGES, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield (position of the first edge, block of ``indices``) in order, of the edges from ``begin`` to
+    ``end``, by default all; at least one block, if need be an empty one.
 
     All blocks share one buffer of at most ``block_edges`` edges: use a block before asking for the next.
     Raises SourceError for a block size below one.
     """
     if block_edges < 1:
         raise SourceError(f"block_edges must be at least 1, not {block_edges}")
-    edges = edge_count(graph)
-    buffer: NDArray[Any] = np.empty(min(block_edges, edges), graph.indices.dtype)
-    for first in range(0, max(edges, 1), block_edges):
-        block = buffer[: min(block_edges, edges - first)]
+    end = edge_count(graph) if end is None else end
+    buffer: NDArray[Any] = np.empty(min(block_edges, end - begin), graph.indices.dtype)
+    for first in range(begin, max(end, begin + 1), block_edges):
+        block = buffer[: min(block_edges, end - first)]
         np.copyto(block, graph.indices[first : first + block.size])
         yield first, block
 
@@ -112,19 +117,27 @@ def bad_edge_error(graph: GraphLike, edge: int) -> SourceError:
     )
 
 
+def _shares(count: int, threads: int) -> list[tuple[int, int]]:
+    """Even shares of so many, for as many threads; one for all where there are few."""
+    threads = threads if count >= _SHARED_MIN else 1
+    return [(count * one // threads, count * (one + 1) // threads) for one in range(threads)]
+
+
 @njit(cache=True, nogil=True)
-def count_block(block: Any, counts: Any) -> int:
-    """Add the block's sources to ``counts``, uint32, which stops at its maximum; the first bad position, or
-    -1."""
+def count_block(block: Any, counts: Any, low: int, high: int) -> int:
+    """Add the block's sources from ``low`` to below ``high`` to ``counts``, uint32 [nodes], which stops at
+    its maximum; the first bad position, or -1."""
     most = np.uint32(0xFFFFFFFF)
     address = counts.ctypes.data
     for i in range(block.size):
         if i + PREFETCH_EDGES < block.size:
-            prefetch(address + 4 * np.int64(block[i + PREFETCH_EDGES]))
+            soon = block[i + PREFETCH_EDGES]
+            if soon >= low and soon < high:
+                prefetch(address + 4 * np.int64(soon))
         source = block[i]
         if source < 0 or source >= counts.size:
             return i
-        if counts[source] != most:
+        if source >= low and source < high and counts[source] != most:
             counts[source] += np.uint32(1)
     return -1
 
@@ -157,10 +170,12 @@ def degree_counts(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> NDArra
     """
     checked_indptr(graph)
     counts = np.zeros(node_count(graph), np.uint32)
-    for first, block in edge_blocks(graph, block_edges):
-        bad = count_block(block, counts)
-        if bad >= 0:
-            raise bad_edge_error(graph, first + bad)
+    shares = _shares(counts.size, available_cores())
+    with ThreadPoolExecutor(len(shares), "featstore-degrees") as pool:  # each counts nodes of its own
+        for first, block in edge_blocks(graph, block_edges):
+            bad = list(pool.map(lambda share, of=block: count_block(of, counts, *share), shares))
+            if bad[0] >= 0:
+                raise bad_edge_error(graph, first + bad[0])
     return counts
 
 
@@ -175,10 +190,17 @@ def edge_cut(graph: GraphLike, part: NDArray[np.int32], *, block_edges: int = BL
         raise SourceError(
             f"part must have one entry for each of {node_count(graph)} nodes, not shape {part.shape}"
         )
-    cut, node = 0, 0
-    for first, block in edge_blocks(graph, block_edges):
-        block_cut, node, bad = cut_block(indptr, block, first, node, part)
-        if bad >= 0:
-            raise bad_edge_error(graph, first + bad)
-        cut += block_cut
-    return cut / max(edge_count(graph), 1)
+
+    def cut_between(begin: int, end: int) -> int:
+        cut, node = 0, max(0, int(np.searchsorted(indptr, begin, "right")) - 1)
+        for first, block in edge_blocks(graph, block_edges // len(shares) or block_edges, begin, end):
+            block_cut, node, bad = cut_block(indptr, block, first, node, part)
+            if bad >= 0:
+                raise bad_edge_error(graph, first + bad)
+            cut += block_cut
+        return cut
+
+    shares = _shares(edge_count(graph), available_cores())
+    with ThreadPoolExecutor(len(shares), "featstore-cut") as pool:
+        found = [pool.submit(cut_between, *share) for share in shares]
+    return sum(one.result() for one in found) / max(edge_count(graph), 1)

@@ -142,7 +142,7 @@ class TypedOrders(Orders):
             self.check_edges(name, graph.edges)
             if counts:
                 for _, block in edge_blocks(graph, min(1 << 20, max(1, memory // 64))):
-                    count_block(block, counts[source])
+                    count_block(block, counts[source], 0, len(counts[source]))
                 release_pages(graph.indices, 0, graph.edges)
             if held + graph.held_bytes > memory // _HELD_SHARE:
                 graph = put_away(graph, scratch)

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +174,27 @@ def test_memory_that_is_needed_is_what_is_needed(store: Any, mode: str) -> None:
 
 def test_prices_give_back_what_was_measured() -> None:
     rows, runs = Pattern(1000, 4_096_000, 0.05, 0.004), Pattern(16, 8_000_000, 0.008, 0.002)
-    found = prices(rows, runs, 1e-4)
-    assert found.busy(rows.reads, rows.bytes_read) == pytest.approx(0.05)
-    assert found.cpu(rows.reads, rows.bytes_read) == pytest.approx(0.004)
-    assert found.busy(0, runs.bytes_read) == pytest.approx(0.008)
-    assert found.cpu(0, runs.bytes_read) == pytest.approx(0.002)
-    no_dearer = prices(rows._replace(seconds=0.001, cpu_seconds=0.0), runs, 1e-4)
-    assert (no_dearer.read_seconds, no_dearer.read_cpu_seconds) == (0, 0), "no price is negative"
+    some = Pattern(500, 10_240_000, 0.03, 0.003)
+    found = prices([rows, runs, some], 1e-4)
+    for one in (rows, some, runs):
+        assert found.busy(one.reads, one.bytes_read) == pytest.approx(one.seconds)
+        assert found.cpu(one.reads, one.bytes_read) == pytest.approx(one.cpu_seconds)
+    assert found.busy(0, runs.bytes_read) == pytest.approx(0.008), "no reads: long ones"
+    assert found.busy(10, 10 * runs.bytes_read) == pytest.approx(0.08)
+    assert found.busy(0, 0) == 0
+    assert found.busy(1, 2048) == pytest.approx(50e-6 - 2048 * 10e-6 / 16384), "shorter than any"
+
+
+@pytest.mark.parametrize(
+    "seconds", [(1e-6, 2e-6, 3e-6), (1e-6, 1e-6, 4e-4), (5e-6, 2e-6, 1e-6), (0.0, 0.0, 0.0)]
+)
+def test_longer_reads_take_no_less_and_no_price_is_negative(seconds: tuple[float, ...]) -> None:
+    """Also where a byte of long reads is the dearer one, or the clock was wrong."""
+    lengths = (8192.0, 100_000.0, 400_000.0)
+    curve = prices([Pattern(1, n, s, s) for n, s in zip(lengths, seconds, strict=True)], 0.0).clock
+    each = [curve.of(1, byte_count) for byte_count in range(0, 600_000, 1000)]
+    assert all(a <= b + 1e-12 for a, b in pairwise(each))
+    assert min(each) >= 0
 
 
 def test_prices_are_measured_on_the_store(store: Any) -> None:
@@ -190,9 +205,9 @@ def test_prices_are_measured_on_the_store(store: Any) -> None:
     for ids in (batches_of(3), [np.array([7])], [np.empty(0, np.int64), np.arange(2)]):
         with featstore.Reader(store, memory="32MiB", static=None) as reader:
             found = measured(reader, table, ids)
-        assert found.byte_seconds > 0
+        assert min(found.clock.seconds) > 0
         assert found.request_cpu_seconds > 0
-        assert min(found) >= 0
+        assert min(found.cores.seconds) >= 0
 
 
 def test_with_two_mini_batches_at_once_reading_and_assembling_take_turns(

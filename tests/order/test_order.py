@@ -162,8 +162,33 @@ def test_degree_ties_go_by_node_id_and_counts_saturate() -> None:
     assert order.node_of_row is not None
     assert order.node_of_row.tolist() == [1, 3, 4, 0, 2]
     counts = np.array([2**32 - 2, 0], np.uint32)
-    assert stream.count_block(np.zeros(5, np.int32), counts) == -1
+    assert stream.count_block(np.zeros(5, np.int32), counts, 0, 2) == -1
     assert counts.tolist() == [2**32 - 1, 0]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_several_threads_count_the_same(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    rng = np.random.default_rng(threads)
+    indptr = np.concatenate([[0], np.cumsum(rng.integers(0, 9, 40))])
+    graph = Csc(indptr, rng.integers(0, 40, indptr[-1]).astype(np.int32))
+    part = rng.integers(0, 4, 40).astype(np.int32)
+    alone = [
+        (degree_counts(graph, block_edges=n).tolist(), edge_cut(graph, part, block_edges=n)) for n in (1, 7)
+    ]
+    monkeypatch.setattr(stream, "_SHARED_MIN", 0)
+    monkeypatch.setattr(stream, "available_cores", lambda: threads)
+    for block_edges in (1, 7, 1000):
+        found = degree_counts(graph, block_edges=block_edges)
+        assert (
+            found.tolist() == alone[0][0] == alone[1][0] == np.bincount(graph.indices, minlength=40).tolist()
+        )
+        assert edge_cut(graph, part, block_edges=block_edges) == alone[0][1] == alone[1][1]
+    spoilt = Csc(
+        indptr, np.where(np.arange(indptr[-1]) == indptr[-1] - 2, 40, graph.indices).astype(np.int32)
+    )
+    for call in (lambda: degree_counts(spoilt, block_edges=7), lambda: edge_cut(spoilt, part, block_edges=7)):
+        with pytest.raises(SourceError, match=rf"indices\[{indptr[-1] - 2}\] is 40"):
+            call()
 
 
 def test_an_empty_graph_has_an_empty_order() -> None:

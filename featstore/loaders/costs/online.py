@@ -11,6 +11,8 @@ from featstore.tiers.chosen import FIRST_POLICY
 from featstore.tiers.slots.choose import CANDIDATES
 from featstore.units import format_bytes
 
+_CLAIM_SECONDS = 1e-7  # of a core, for an id that a buffer finds or gives a slot, and later lets go
+
 
 def online_cost(world: World) -> ModeCost:
     """The forecast for a loader without options."""
@@ -45,6 +47,7 @@ def online_cost(world: World) -> ModeCost:
     }
     reading = world.prices.cpu(count * reads, count * bytes_read)
     cores = count * world.seen.batch_cpu_seconds + reading + stages["assemble"] + stages["train"]
+    cores += _CLAIM_SECONDS * count * sum(world.uses[name].batch_rows for name in world.tables)
     return ModeCost(
         "online", True, "all rows fit: the first epoch reads them once" if whole else "",
         epoch_seconds=world.epoch(stages, cores, stages["read"] + world.sampling_device), seconds=stages,
