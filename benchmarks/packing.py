@@ -158,12 +158,18 @@ def run_pack(
 
 
 def compile_kernels(workspace: Path) -> None:
-    """Pack a small table both ways, so that the machine code is on disk before a process is measured."""
+    """Pack a small table both ways, and a graph, so that the machine code is on disk before a process is
+    measured."""
     source, order, out = workspace / "small.npy", workspace / "small-order.npy", workspace / "small.store"
     np.save(source, np.zeros((SMALL_ROWS, 16), np.float32))
     np.save(order, np.arange(SMALL_ROWS, dtype=np.int32)[::-1])
     for permutation in (None, order):
         run_pack(source, permutation, out, 10 << 20)
+    files = generate(workspace / f"graph-{QUICK_NODES}", QUICK_NODES, EDGES_A_NODE * QUICK_NODES, 16)
+    graph = files.path("graph").with_suffix(".npz")
+    np.savez(graph, indptr=files.load("indptr"), indices=files.load("indices"))
+    for cores in (None, 1):  # each has kernels of its own
+        run_pack(files.path("features"), None, out, GRAPH_MEMORY_BYTES, graph, cores)
     for path in (source, order, out):
         remove(path)
 

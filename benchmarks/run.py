@@ -36,6 +36,7 @@ NAMES = (
     "modes",
     "loader_costs",
     "hosts",
+    "hosts_memory",
     "row_sizes",
     "tune",
 )
