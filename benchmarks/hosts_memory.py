@@ -26,7 +26,7 @@ from tables import remove
 
 import featstore
 
-SIZES, QUICK_SIZES = (500_000, 1_000_000, 2_000_000), (20_000, 40_000, 60_000)
+SIZES, QUICK_SIZES = (100_000, 200_000, 400_000), (20_000, 40_000, 60_000)
 SMALL, HOSTS, EDGES_A_NODE, COLUMNS = 20_000, (2, 4), 4, 4
 OWNERS_BYTES = 1.19  # of each node, in memory: what the documentation says
 TOPOLOGIES = ("whole", "split")

@@ -15,6 +15,7 @@ more. One request at a time has the team; another that comes meanwhile is served
 from __future__ import annotations
 
 import os
+import threading
 from functools import partial
 from typing import Any
 
@@ -243,6 +244,7 @@ class Team:
         self._address = address_of(self._memory)
         self._functions = np.array([_WRITE, CLOCK_GETTIME, _YIELD], np.int64)
         self._event: _Event | None = None
+        self._starting = threading.Lock()
 
     def serve(
         self, ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int,
@@ -251,7 +253,9 @@ class Team:
     ) -> bool:  # fmt: skip
         """Copy the rows of these ids to ``out``, in order: see :func:`serve_together`."""
         if self._workers is None and len(ids) * (row_bytes + _ID_BYTES) >= _SHARED_BYTES:
-            self._begin()
+            with self._starting:
+                if self._workers is None:
+                    self._begin()
         team = self._address if self._workers else 0
         event = -1 if self._event is None else self._event.descriptor
         return bool(
