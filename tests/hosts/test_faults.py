@@ -39,7 +39,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def context(folder: Path) -> Any:
-    return fault_hosts.forked_from(folder)
+    """What makes hosts. Two have read once, so that in no test kernels are compiled while its time runs."""
+    made = fault_hosts.forked_from(folder)
+    processes = [
+        made.Process(target=fault_hosts.be_host, args=(rank, 2, str(folder), "before", False, None))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        wait_for([folder / f"before.open.{rank}" for rank in range(2)])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return made
 
 
 def wait_for(paths: list[Path]) -> None:
