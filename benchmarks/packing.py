@@ -169,7 +169,7 @@ def compile_kernels(workspace: Path) -> None:
     files = generate(workspace / f"graph-{QUICK_NODES}", QUICK_NODES, EDGES_A_NODE * QUICK_NODES, 16)
     graph = files.path("graph").with_suffix(".npz")
     np.savez(graph, indptr=files.load("indptr"), indices=files.load("indices"))
-    for cores in (None, 1):  # each has kernels of its own; in so little memory it is partitioned as a large one
+    for cores in (None, 1):  # each has kernels of its own; in so little memory parts are those of a large one
         run_pack(files.path("features"), None, out, SMALL_GRAPH_MEMORY_BYTES, graph, cores)
     for path in (source, order, out):
         remove(path)
