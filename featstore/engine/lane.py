@@ -73,6 +73,7 @@ class Lane:
         self.extents = len(extent_page)
         self._alive: tuple[Any, ...] = (extent_page, extent_pages, extent_first, keys, out, spans)
         self.extent_pages_max = int(extent_pages.max(initial=0))
+        self.pages = int(extent_pages.sum())
         self.fields = np.zeros(FIELDS, np.int64)
         f = self.fields
         f[EXTENTS] = self.extents

@@ -8,9 +8,17 @@ has stood for a while.
 
 from __future__ import annotations
 
+from featstore.engine.lane import Lane
+
 WINDOW_NS = 5_000_000  # of reading, over which a load is measured
 BUSY, SPARE = 0.85, 0.4  # load from which one more ring works, and below which one fewer
 PATIENCE_MAX_NS = 640_000_000
+RING_EXTENTS_MIN, RING_PAGES_MIN = 32, 64  # a lane has a further ring for so many more of either
+
+
+def worth_rings(lane: Lane) -> int:
+    """How many rings would find enough to do in a lane."""
+    return max(1, min(lane.extents, max(lane.extents // RING_EXTENTS_MIN, lane.pages // RING_PAGES_MIN)))
 
 
 class RingCount:

@@ -50,9 +50,9 @@ LANES_MAX = 16
 # Fields of the ring's state between two runs of the kernel.
 READS_IN_FLIGHT, SLOT_HEAD, SLOT_TAIL, ARENA_HEAD, ARENA_TAIL = range(5)
 # Fields of an open lane, of one ring: its address; the extents that this ring has claimed of it and not
-# started yet; how many it claims at once; its reads under way.
-LANE, CLAIMED, CLAIM_END, AT_ONCE, UNDER_WAY = range(5)
-OPEN_FIELDS = 5
+# started yet; how many it claims at once; its reads under way; with how many of them it claims no more.
+LANE, CLAIMED, CLAIM_END, AT_ONCE, UNDER_WAY, SHARE = range(6)
+OPEN_FIELDS = 6
 # Fields of a slot.
 _S_LANE, _S_EXTENT, _S_PAGE, _S_BEGIN, _S_OPEN, _S_TRIES = range(6)
 _TRIES_MAX = 8
@@ -111,6 +111,8 @@ def _claim(open_lane: Any) -> Any:
     """Take the next extents of a lane for this ring, unless it has some left. Returns whether there are."""
     if open_lane[CLAIMED] < open_lane[CLAIM_END]:
         return True
+    if open_lane[UNDER_WAY] >= open_lane[SHARE]:
+        return False
     lane = open_lane[LANE]
     extents = load_i64(lane + L.EXTENTS * 8)
     if load_i64(lane + L.NEXT * 8) >= extents:
@@ -240,7 +242,7 @@ def drive(
     """Run the ring until Python is needed: see the module's text. Returns 0, or a negative errno of the ring
     itself.
 
-    ``lanes``: int64 [open lanes, 5], of this ring alone, see above. ``waiting`` is the address of an int64
+    ``lanes``: int64 [open lanes, 6], of this ring alone, see above. ``waiting`` is the address of an int64
     that is not 0 while a further lane waits to be opened; ``completions`` int64 [depth] is scratch.
     """
     while True:

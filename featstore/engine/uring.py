@@ -42,7 +42,7 @@ from featstore.engine.base import Engine, new_counters
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.engine.liburing import library
-from featstore.engine.ring_count import WINDOW_NS, RingCount
+from featstore.engine.ring_count import WINDOW_NS, RingCount, worth_rings
 from featstore.engine.ring_loop import (
     AT_ONCE,
     CLAIM_END,
@@ -50,13 +50,13 @@ from featstore.engine.ring_loop import (
     LANE,
     LANES_MAX,
     OPEN_FIELDS,
+    SHARE,
     UNDER_WAY,
     drive,
 )
 from featstore.errors import ClosedError, DeviceError, FeatstoreWarning
 from featstore.units import PAGE_BYTES
 
-RING_EXTENTS_MIN = 32  # a lane has a further ring for so many extents more
 _CHUNK_MAX = 16  # extents that a ring claims at once of a lane that it shares
 _RING_DEPTH_MIN = 8
 
@@ -74,6 +74,7 @@ class _Shared:
         self.opened = 0  # by so many so far
         self.inside = 0  # have opened it and not left
         self.chunk = lane.extents if rings == 1 else max(1, min(_CHUNK_MAX, lane.extents // (4 * rings)))
+        self.share = -(-lane.extents // rings)  # under way in one ring, so that the others find some
 
     @property
     def wants_more(self) -> bool:
@@ -116,7 +117,7 @@ class _Ring:
         shared.inside += 1
         self.open.append(shared)
         row = np.zeros((1, OPEN_FIELDS), np.int64)
-        row[0, LANE], row[0, AT_ONCE] = shared.lane.address, shared.chunk
+        row[0, LANE], row[0, AT_ONCE], row[0, SHARE] = shared.lane.address, shared.chunk, shared.share
         self.lanes = np.concatenate([self.lanes, row])
 
     def nothing_left(self) -> list[bool]:
@@ -176,7 +177,7 @@ class UringEngine(Engine):
         with self._lock:
             if self._closing:
                 raise ClosedError("the engine is closed")
-            self._queue.append(_Shared(lane, max(1, min(self._working, lane.extents // RING_EXTENTS_MIN))))
+            self._queue.append(_Shared(lane, min(max(1, self._working), worth_rings(lane))))
             self._tell()
 
     # How many rings work; all within the lock.

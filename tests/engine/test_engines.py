@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from featstore.base.checksum import crc_pages
 from featstore.base.files import direct_refusal, open_regular
-from featstore.engine import ENGINES, make, uring
+from featstore.engine import ENGINES, make, ring_count, uring
 from featstore.engine import counters as C
 from featstore.engine.base import Engine
 from featstore.engine.files import TableFiles
@@ -111,12 +111,12 @@ def access_of(engine: str) -> str:
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each engine, and with several rings, that all share small lanes, too, and whose number changes after
     every lane."""
-    monkeypatch.setattr(uring, "RING_EXTENTS_MIN", 2)
+    monkeypatch.setattr(ring_count, "RING_EXTENTS_MIN", 2)
     name: str = request.param
     if " " in name:
         monkeypatch.setattr(uring, "WINDOW_NS", 1)
         always = lambda self, load, over, working, most: 1 if working < most else -(working > 1)  # noqa: E731
-        monkeypatch.setattr(uring.RingCount, "step", always)
+        monkeypatch.setattr(ring_count.RingCount, "step", always)
     return name
 
 

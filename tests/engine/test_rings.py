@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from test_engines import Bench
 
-from featstore.engine import choose, uring
+from featstore.engine import choose, ring_count, uring
+from featstore.engine.counters import READS
 from featstore.engine.ring_count import PATIENCE_MAX_NS, WINDOW_NS, RingCount
 from featstore.engine.uring import UringEngine
 from featstore.errors import FeatstoreWarning
@@ -41,7 +42,7 @@ class Load:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[UringEngine]:
     monkeypatch.setattr(uring, "available_cores", lambda: 4)
     monkeypatch.setattr(uring, "WINDOW_NS", 1)
-    monkeypatch.setattr(uring, "RING_EXTENTS_MIN", 2)  # each lane is something for all rings
+    monkeypatch.setattr(ring_count, "RING_EXTENTS_MIN", 2)  # each lane is something for all rings
     engine = UringEngine(64, 2**20, 64 * 1024)
     yield engine
     engine.close()
@@ -73,6 +74,39 @@ def test_busy_rings_get_help_and_idle_ones_leave(
     load.share = 0.6  # between the two nothing changes
     read_some(bench, made, 4)
     assert made._working == 1
+
+
+def test_few_long_extents_are_shared_too(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pages, and no ring takes them all before the others have looked."""
+    Load(monkeypatch, 1.0)
+    bench = Bench(tmp_path / "table", 4000, 400, "direct")
+    read_some(bench, made, 12)
+    assert made._working == 4
+    monkeypatch.setattr(ring_count, "RING_EXTENTS_MIN", 1000)
+    monkeypatch.setattr(ring_count, "RING_PAGES_MIN", 64)
+    before = made._counters.copy()
+    for _ in range(20):
+        lane = bench.lane(np.arange(len(bench.rows)), extent_bytes_max=64 * 1024)
+        assert ring_count.worth_rings(lane.lane) >= 4
+        made.start(lane.lane)
+        lane.check()
+    reads = (made._counters - before)[:, READS]
+    assert reads.sum() == 20 * lane.lane.extents
+    assert (reads > 0).sum() > 1
+
+
+@pytest.mark.parametrize(
+    ("extents", "pages", "rings"), [(0, 0, 1), (1, 32, 1), (63, 63, 1), (64, 64, 2), (8, 256, 4), (2, 512, 2)]
+)
+def test_a_lane_is_worth_rings_by_reads_or_by_bytes(extents: int, pages: int, rings: int) -> None:
+    class Asked:
+        pass
+
+    asked: Any = Asked()
+    asked.extents, asked.pages = extents, pages
+    assert ring_count.worth_rings(asked) == rings
 
 
 def test_a_ring_that_waits_stays_alone(
