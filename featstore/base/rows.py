@@ -21,18 +21,24 @@ IN_ORDER = np.empty(0, np.int32)
 STREAMED_BYTES_MIN = 8 * 2**20
 
 _AHEAD = 12  # rows
-_PREFETCH_BYTES = 1024  # of each
+_PREFETCH_BYTES = 1024  # of each; of rows of less, half as much, or all where they are shorter still
+_HALF_BYTES = 512
 _LINE_BYTES = 64
 
 
 @njit(nogil=True, inline="always")
 def expect_row(row: int, row_bytes: int) -> None:
     """The row at an address will be read soon."""
-    prefetch(row)
-    at = _LINE_BYTES
-    while at < min(row_bytes, _PREFETCH_BYTES):
-        prefetch(row + at)
-        at += _LINE_BYTES
+    # Loops of a known length become straight code: with the one below alone, two threads take a fifth longer.
+    if row_bytes >= _HALF_BYTES:
+        for line in range(0, _HALF_BYTES, _LINE_BYTES):
+            prefetch(row + line)
+        if row_bytes >= _PREFETCH_BYTES:
+            for line in range(_HALF_BYTES, _PREFETCH_BYTES, _LINE_BYTES):
+                prefetch(row + line)
+    else:
+        for line in range(0, row_bytes, _LINE_BYTES):
+            prefetch(row + line)
 
 
 @njit(nogil=True)

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from featstore.base.bitmap import set_bits, slot_of
 from featstore.base.compilation import njit
-from featstore.base.native import STREAM_BYTES, address_of, fence, memcpy, prefetch
-from featstore.base.rows import STREAMED_BYTES_MIN, stream_row
+from featstore.base.native import STREAM_BYTES, address_of, fence, memcpy
+from featstore.base.rows import STREAMED_BYTES_MIN, expect_row, stream_row
 from featstore.errors import ArgumentError, SourceError
 from featstore.tiers.team import Team
 
 _AHEAD = 8  # rows looked up and prefetched ahead of the copy; a power of two
-_PREFETCH_BYTES = 1024
 MEMBERS_MAX = 2**31 - 1
 _NOTHING = np.empty(0, np.uint8)
 
@@ -49,7 +48,6 @@ def serve_rows(
     streaming = (
         n * row_bytes >= STREAMED_BYTES_MIN and row_bytes % STREAM_BYTES == 0 and out % STREAM_BYTES == 0
     )
-    lines = min(row_bytes, _PREFETCH_BYTES) if out != 0 else 0
     slots = np.full(_AHEAD, -1, np.int64)  # of rows i to i + _AHEAD - 1, at i & (_AHEAD - 1)
     count = 0
     for step in range(n + _AHEAD):
@@ -67,9 +65,8 @@ def serve_rows(
         slots[at] = -1
         if step < n and served[step] == 0:
             slots[at] = slot_of(rows[step], bits, ranks)
-            if slots[at] >= 0:
-                for line in range(0, lines, 64):
-                    prefetch(data + slots[at] * row_bytes + line)
+            if slots[at] >= 0 and out != 0:
+                expect_row(data + slots[at] * row_bytes, row_bytes)
     if streaming:
         fence()
     return count

@@ -39,15 +39,13 @@ from featstore.base.native import (
     load_i64,
     load_shared,
     memcpy,
-    prefetch,
     store_i64,
 )
-from featstore.base.rows import STREAMED_BYTES_MIN, stream_row
+from featstore.base.rows import STREAMED_BYTES_MIN, expect_row, stream_row
 from featstore.base.threads import Worker
 from featstore.errors import DeviceError
 
 _AHEAD = 16  # rows looked up and prefetched ahead of the copy; a power of two
-_PREFETCH_BYTES = 1024
 
 _AWAKE_NS = 200_000  # requests that come so soon after the last find helpers awake
 _PATIENT_NS = 20_000  # after so long, whoever waits for the others' last shares lets other threads run
@@ -91,7 +89,6 @@ def _serving(copy_row: Any) -> Any:
         row_bytes: Any, out: Any,
     ) -> Any:  # fmt: skip
         """Copy the rows of ids, in order, as long as they are members. How many were."""
-        lines = min(row_bytes, _PREFETCH_BYTES)
         slots = np.full(_AHEAD, -1, np.int64)  # of ids i to i + _AHEAD - 1, at i & (_AHEAD - 1)
         for step in range(count + _AHEAD):
             at, i = step & (_AHEAD - 1), step - _AHEAD
@@ -103,8 +100,7 @@ def _serving(copy_row: Any) -> Any:
                 slot = _slot_of_id(load_i64(ids + 8 * step), row_map, map_bytes, rows, bits, ranks)
                 slots[at] = slot
                 if slot >= 0:
-                    for line in range(0, lines, 64):
-                        prefetch(data + slot * row_bytes + line)
+                    expect_row(data + slot * row_bytes, row_bytes)
         return count
 
     return serve
