@@ -29,6 +29,7 @@ from featstore.base.system import available_cores
 from featstore.engine import choose
 from featstore.engine.ring_count import BUSY
 from featstore.errors import BudgetError, SourceError
+from featstore.loaders.online.extraction import PINNED_SHARE
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
@@ -66,7 +67,6 @@ CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the buffer's memory
 TUNING_SECONDS = 20.0
 _ROUNDS = 2  # of reading
 _EQUAL = 1.02  # as good as equal
-_PINNED_SHARE = 0.75  # of the slots, for mini-batches read at once
 _OURS = ("batches", "memory", "engine", "queue_depth", "extracted", "reader_memory", "warm")
 
 
@@ -313,7 +313,7 @@ class _Tuner:
         slots = self._slots_with(reading.reader_bytes)
         return reading.extracted is None or (
             slots is not None
-            and all(reading.extracted * self._largest(t) <= _PINNED_SHARE * slots[t] for t in slots)
+            and all(reading.extracted * self._largest(t) <= PINNED_SHARE * slots[t] for t in slots)
         )
 
     def _reader_memory(self, reader_bytes: int | None) -> int:
