@@ -19,7 +19,7 @@ from featstore.loaders.costs.prices import Prices, measured
 from featstore.loaders.costs.seen import Looked
 from featstore.loaders.online.extraction import EXTRACTED
 from featstore.loaders.shares import MemoryShares
-from featstore.plan.budget import Budget
+from featstore.plan.budget import own_bytes
 from featstore.plan.cost import DeviceModel
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _PLANNED = 16  # mini-batches whose reads are planned
 _COPIED_BYTES = 32 << 20
 _BUSY = 0.85  # of cores that bind: stages hand over to each other. Online and rolling loading: 0.82 to 0.88
-_PLANNING_BYTES = 64 << 20  # of the reader that plans, beside maps
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class World:
 
     def _reader(self) -> Reader:
         needs = [table_need(t, self.reading["verify"], by_row=False) for t in self.tables.values()]
-        memory = Budget.smallest(needs, 0) + _PLANNING_BYTES
+        memory = own_bytes(self.memory_bytes, needs)  # as a loader's: its reads are as long
         return Reader(
             self.store, tables=list(self.tables), memory=memory, static=None, static_memory=0, **self.reading
         )
