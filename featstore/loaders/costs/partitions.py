@@ -107,7 +107,8 @@ def _cost(
     world: World, loading: Loading, found: _Reads, own: OwnSampling, memory_bytes: int, seconds: float
 ) -> ModeCost:  # fmt: skip
     once, count = found.steps == 1, world.batches  # once: all of it fits, and stays
-    reading = world.busy(found.reads, found.bytes_read)
+    prices = world.prices_in(loading.reader.budget.memory_bytes)
+    reading = prices.busy(found.reads, found.bytes_read)
     hubs = sum(one.hubs * loading.parts.row_bytes(name) for name, one in loading.rows.items())
     remark = (
         "all partitions fit, and are read once" if once
@@ -128,10 +129,10 @@ def _cost(
         "sample": count * batch, "train": count * world.train_seconds,
     }  # fmt: skip
     cores = stages["build"] + stages["sample"] + stages["train"]
-    cores += 0.0 if once else world.prices.cpu(found.reads, found.bytes_read)
+    cores += 0.0 if once else prices.cpu(found.reads, found.bytes_read)
     return ModeCost(
         "partitions", True, remark, "" if once else _CHANGES,
-        prepare_seconds=reading + build if once else world.busy(0, hubs),
+        prepare_seconds=reading + build if once else prices.busy(0, hubs),
         epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages, cpu_seconds=cores,
         bytes_read=0 if once else found.bytes_read, reads=0 if once else found.reads,
         prepare_bytes_read=hubs + (found.bytes_read if once else 0),

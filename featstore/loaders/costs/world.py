@@ -87,9 +87,10 @@ class World:
         with self._reader() as reader:
             return reader.model
 
-    def _reader(self) -> Reader:
+    def _reader(self, memory_bytes: int | None = None) -> Reader:
+        """In so much memory; by default in as much as a loader's, so that its reads are as long."""
         needs = [table_need(t, self.reading["verify"], by_row=False) for t in self.tables.values()]
-        memory = own_bytes(self.memory_bytes, needs)  # as a loader's: its reads are as long
+        memory = own_bytes(self.memory_bytes, needs) if memory_bytes is None else memory_bytes
         return Reader(
             self.store, tables=list(self.tables), memory=memory, static=None, static_memory=0, **self.reading
         )
@@ -97,8 +98,12 @@ class World:
     @cached_property
     def prices(self) -> Prices:
         """Of reads, as the table with the most bytes has them."""
+        return self.prices_in(None)
+
+    def prices_in(self, memory_bytes: int | None) -> Prices:
+        """The same of a reader with other memory, whose reads are of other lengths."""
         name = max(self.tables, key=lambda n: self.seen.mean_asked(n) * self.tables[n].row_bytes)
-        with self._reader() as reader:
+        with self._reader(memory_bytes) as reader:
             return measured(reader, self.tables[name], [ids for ids in self.seen.ids[name] if len(ids)])
 
     def busy(self, reads: float, bytes_read: float, at_once: int = EXTRACTED) -> float:
