@@ -6,7 +6,7 @@ from featstore.errors import BudgetError
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
 from featstore.loaders.online.budget import BudgetSplit, Shares
-from featstore.loaders.online.extraction import EXTRACTED, PINNED_SHARE
+from featstore.loaders.online.extraction import EXTRACTED
 from featstore.tiers.chosen import FIRST_POLICY
 from featstore.tiers.slots.choose import CANDIDATES
 from featstore.units import format_bytes
@@ -41,7 +41,7 @@ def online_cost(world: World) -> ModeCost:
     count = world.batches
     stages = {
         "sample": count * world.seen.batch_seconds,
-        "read": world.busy(count * reads, count * bytes_read, _at_once(world, shares)),
+        "read": world.busy(count * reads, count * bytes_read),
         "assemble": count * world.asked_bytes * world.copy_byte_seconds + world.handing_seconds,
         "train": count * world.train_seconds,
     }
@@ -55,12 +55,6 @@ def online_cost(world: World) -> ModeCost:
         bytes_read=round(count * bytes_read), reads=round(count * reads), hit_rate=hits / max(1.0, asked),
         memory_needed_bytes=world.whole_memory(_least(world)), extrapolated=not whole,
     )  # fmt: skip
-
-
-def _at_once(world: World, shares: Shares) -> int:
-    """For how many mini-batches there are slots to be read at once."""
-    room = (PINNED_SHARE * shares.slots[name] / max(1, uses.batch_rows) for name, uses in world.uses.items())
-    return max(1, min(EXTRACTED, *(int(one) for one in room)))
 
 
 def _shares(world: World, memory_bytes: int) -> Shares:

@@ -72,18 +72,15 @@ class Curve(NamedTuple):
 
 class Prices(NamedTuple):
     """What reads take: by the clock, of reads at depth; of the cores (planning, waiting for completions,
-    checksums and copying rows included); and what a request that reads little takes of the cores, seconds.
-    ``alone``: how many times as long reads take where one request at a time is under way, whose last reads
-    leave the device's queue empty."""
+    checksums and copying rows included); and what a request that reads little takes of the cores, seconds."""
 
     clock: Curve
     cores: Curve
     request_cpu_seconds: float
-    alone: float = 1.0
 
-    def busy(self, reads: float, bytes_read: float, at_once: int = EXTRACTED) -> float:
-        """Seconds of the device, with requests of so many mini-batches under way at once."""
-        return self.clock.of(reads, bytes_read) * (self.alone if at_once == 1 else 1.0)
+    def busy(self, reads: float, bytes_read: float) -> float:
+        """Seconds of the device."""
+        return self.clock.of(reads, bytes_read)
 
     def cpu(self, reads: float, bytes_read: float) -> float:
         """Seconds of the cores."""
@@ -103,8 +100,7 @@ class Pattern(NamedTuple):
 def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> Prices:
     """Prices on this table, of which mini-batches want these ids."""
     ids = [one for one in ids if one.size]
-    dense, sparse = _parts_of(table, ids, EXTRACTED)
-    whole, _ = _parts_of(table, ids, 1)
+    dense, sparse = _parts_of(table, ids)
     longest = max((one.size for one in dense + sparse), default=1)
     most = min(max(1, _PATTERN_BYTES // max(1, table.row_bytes * longest)), len(ids))
     random = np.random.default_rng(0)
@@ -115,12 +111,6 @@ def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> 
         asked = ((len(one) * table.row_bytes, _ask(reader.submit, table, one)) for one in wanted)
         return _read(reader, longest * table.row_bytes, asked, most, _ROUND_SECONDS)
 
-    def alone(number: int) -> Pattern:
-        most = max((one.size for one in whole), default=1)
-        wanted = (whole[(number + k) % len(whole)] for k in count())
-        asked = ((len(one) * table.row_bytes, _ask(reader.submit, table, one)) for one in wanted)
-        return _read(reader, most * table.row_bytes, asked, 1, _ROUND_SECONDS, at_once=1)
-
     def run() -> tuple[int, _Submit]:
         low = int(random.integers(0, max(1, table.rows - length)))
         end = min(low + length, table.rows)
@@ -129,28 +119,25 @@ def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> 
     def runs_of(_: int) -> Pattern:
         return _read(reader, length * table.row_bytes, (run() for _ in count()), _RUNS, _ROUND_SECONDS)
 
-    ways = partial(rows_of, dense), partial(rows_of, sparse), runs_of, alone
+    ways = partial(rows_of, dense), partial(rows_of, sparse), runs_of
     _settle(ways[0])
     rounds = [[way(number) for way in ways] for number in range(_ROUNDS)]
     one = (table.row_bytes, _ask(reader.submit, table, ids[0][:1]))
     few = _read(reader, table.row_bytes, repeat(one), _REQUESTS, 0.0)
-    *several, one_by_one = (_median(way) for way in zip(*rounds, strict=True))
-    found = prices(several, few.cpu_seconds / _REQUESTS)
-    as_several = found.busy(one_by_one.reads, one_by_one.bytes_read)
-    return found._replace(alone=max(1.0, one_by_one.seconds / as_several) if as_several else 1.0)
+    return prices([_median(way) for way in zip(*rounds, strict=True)], few.cpu_seconds / _REQUESTS)
 
 
 def _parts_of(
-    table: Table, ids: Sequence[NDArray[np.int64]], at_once: int
+    table: Table, ids: Sequence[NDArray[np.int64]]
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
-    """Of each mini-batch as many ids as so many may have memory for at once: those whose rows lie together,
+    """Of each mini-batch as many ids as several may have memory for at once: those whose rows lie together,
     each time elsewhere, whose reads are as long as all of them have them; and some from all over, as where
     the most of them are in memory."""
     row_of_node = table.row_of_node()
     dense, sparse = [], []
     for number, one in enumerate(ids):
         order = np.argsort(one if row_of_node is None else row_of_node[one], kind="stable")
-        cut = -(-one.size * table.row_bytes * at_once // _PATTERN_BYTES)
+        cut = -(-one.size * table.row_bytes * EXTRACTED // _PATTERN_BYTES)
         low, high = (one.size * part // cut for part in (number % cut, number % cut + 1))
         dense.append(one[order[low : max(high, 1)]])
         sparse.append(one[order[:: max(cut, _SPARSE)]])
@@ -193,21 +180,20 @@ def _ask(submit: Callable[..., Request], table: Table, wanted: NDArray[np.int64]
 
 
 def _read(
-    reader: Reader, bytes_max: int, asked: Iterator[tuple[int, _Submit]], least: int, seconds: float,
-    at_once: int = EXTRACTED,
-) -> Pattern:  # fmt: skip
+    reader: Reader, bytes_max: int, asked: Iterator[tuple[int, _Submit]], least: int, seconds: float
+) -> Pattern:
     """Submit requests of so many bytes each, a few under way at once: ``least`` of them, and until so much
     time has passed. What is short alone would say what beginning and ending take, in which no engine finds
     that it could use more of the cores."""
-    memory = [np.ones(bytes_max, np.uint8) for _ in range(at_once)]
+    memory = [np.ones(bytes_max, np.uint8) for _ in range(EXTRACTED)]
     before, begin, cpu = reader.stats(), time.perf_counter(), time.process_time()
     under_way: deque[Request] = deque()
     for number, (byte_count, submit) in enumerate(asked):
         if number >= least and time.perf_counter() - begin >= seconds:
             break
-        if len(under_way) == at_once:
+        if len(under_way) == EXTRACTED:
             under_way.popleft().result()
-        under_way.append(submit(memory[number % at_once][:byte_count]))
+        under_way.append(submit(memory[number % EXTRACTED][:byte_count]))
     for request in under_way:
         request.result()
     wall, cpu, after = time.perf_counter() - begin, time.process_time() - cpu, reader.stats()

@@ -17,7 +17,6 @@ from featstore.base.system import available_cores
 from featstore.loaders.costs.hits import Uses
 from featstore.loaders.costs.prices import Prices, measured
 from featstore.loaders.costs.seen import Looked
-from featstore.loaders.online.extraction import EXTRACTED
 from featstore.loaders.shares import MemoryShares
 from featstore.plan.budget import own_bytes
 from featstore.plan.cost import DeviceModel
@@ -106,9 +105,9 @@ class World:
         with self._reader(memory_bytes) as reader:
             return measured(reader, self.tables[name], [ids for ids in self.seen.ids[name] if len(ids)])
 
-    def busy(self, reads: float, bytes_read: float, at_once: int = EXTRACTED) -> float:
-        """Seconds of the device, with requests of so many mini-batches under way at once."""
-        return self.prices.busy(reads, bytes_read, at_once)
+    def busy(self, reads: float, bytes_read: float) -> float:
+        """Seconds of the device."""
+        return self.prices.busy(reads, bytes_read)
 
     def written(self, bytes_written: float) -> float:
         """Seconds of the device."""
