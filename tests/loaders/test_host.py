@@ -437,7 +437,8 @@ def test_slots_give_back_what_was_put_in() -> None:
 
 @pytest.mark.parametrize("mode", ["online", "partitions"])
 def test_the_rows_are_in_memory_once(tmp_path: Path, pack: Any, start: Any, mode: str) -> None:
-    """What all processes take together (Pss) beyond what they took before stays within ``memory``."""
+    """What all processes take together (Pss, all read at one time: a page counts whole among those that map
+    it, and what one gives up falls to the others) beyond what they took before stays within ``memory``."""
     nodes, memory = 60_000, 96 << 20
     features = np.random.default_rng(0).standard_normal((nodes, 256)).astype(np.float32)  # 59 MiB
     edges = np.random.default_rng(1).integers(0, nodes, (2, 120_000))
@@ -453,22 +454,41 @@ def test_the_rows_are_in_memory_once(tmp_path: Path, pack: Any, start: Any, mode
         del loader
         gc.collect()
         closed_later()
-        taken = [pss()]
+        pipe.send("ready")
+        pipe.recv()
+        count = 0
         with store.loader(**how) as loader:
-            for number, batch in enumerate(loader):
-                if number % 8 == 7:
-                    taken.append(pss())
+            for batch in loader:
+                count += 1
                 del batch
-        return taken
+            pipe.send(count)
+            pipe.recv()
 
-    told = [one.told(90) for one in start(work)]
-    assert all(kind == "gave" for kind, _ in told), told
-    more = [max(taken[1:]) - taken[0] for _, taken in told]
-    assert sum(more) < memory * 1.1
-    assert sum(more) > memory * 0.15, "there is something to be held"
+    ranks = start(work)
+    assert [one.told(90) for one in ranks] == ["ready"] * RANKS
+    before = together(ranks)
+    for one in ranks:
+        one.pipe.send("go")
+    taken, until = [], time.monotonic() + 90
+    while not all(one.pipe.poll() for one in ranks):
+        taken.append(together(ranks) - before)
+        assert time.monotonic() < until, "it hangs"
+        time.sleep(0.01)
+    taken.append(together(ranks) - before)  # all loaders are still open
+    assert all(one.told() >= nodes // 500 // RANKS for one in ranks)
+    for one in ranks:
+        one.pipe.send("end")
+    assert [one.told(90) for one in ranks] == [("gave", None)] * RANKS
+    assert max(taken) < memory * 1.1
+    assert max(taken) > memory * 0.15, "there is something to be held"
 
 
-def pss() -> int:
-    """Bytes of this process, of shared memory its share."""
-    text = Path("/proc/self/smaps_rollup").read_text()
+def together(ranks: list[Rank]) -> int:
+    """Bytes that all of the ranks' processes take."""
+    return sum(pss(one.process.pid) for one in ranks)
+
+
+def pss(process: int) -> int:
+    """Bytes of a process, of shared memory its share."""
+    text = Path(f"/proc/{process}/smaps_rollup").read_text()
     return 1024 * int(next(one for one in text.splitlines() if one.startswith("Pss:")).split()[1])
