@@ -230,8 +230,11 @@ def cut_adjacency(
     *,
     vertex_weights: NDArray[Any] | None = None,
     edge_weights: NDArray[Any] | None = None,
+    halving: bool = False,
 ) -> NDArray[np.int32]:
     """METIS on a clean adjacency as it is, with integer weights [nodes] and [edges] if given; int32 [nodes].
+    ``halving``: by recursive bisection, whatever the number of parts (METIS's own choice takes that up to
+    eight parts); where there are few vertices to a part that cuts as well in a third of the time.
 
     Arrays in METIS's own integers are not copied. Raises SourceError where these cannot count the sum of the
     weights.
@@ -249,6 +252,7 @@ def cut_adjacency(
         adjacency=pymetis.CSRAdjacency(xadj.astype(dtype, copy=False), adjacency.astype(dtype, copy=False)),
         vweights=None if vertex_weights is None else vertex_weights.astype(dtype, copy=False),
         eweights=None if edge_weights is None else edge_weights.astype(dtype, copy=False),
+        recursive=True if halving else None,
         options=pymetis.Options(seed=seed),
     )
     return np.fromiter(found.vertex_part, np.int32, xadj.size - 1)
