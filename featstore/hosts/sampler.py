@@ -167,9 +167,7 @@ class HostsSampler(HopSampler, OneProcess):
         nodes = checked_seeds(seeds, self.node_count)
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
         with self._lock:
-            self._reserve(
-                self._item.itemsize * table_size(len(nodes)) + 16 * len(nodes), "begin the sampling"
-            )
+            self.check_room(len(nodes))
             hops = Hops(nodes, seed_table(nodes, nodes, self._item))
             self._go(hops, _NO_OFFSETS, 0, key)
             counts = self._counts
@@ -181,6 +179,12 @@ class HostsSampler(HopSampler, OneProcess):
             )
             hops.slots, count = NO_MAP, sum(hops.counts)
             return SampledSubgraph(node=hops.nodes[:count].copy(), **hops.joined())
+
+    def check_room(self, seeds: int) -> None:
+        """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
+        seeds."""
+        self._reserve(self._item.itemsize * table_size(seeds) + 16 * seeds, "begin the sampling")
+        self._reserve(_NODE_BYTES * seeds, "ask for the neighbours of a hop")
 
     # A hop.
 

@@ -60,8 +60,12 @@ def sampler_within(
 
 def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> MemoryShares:
     """Give the sampler less where its share leaves too little for two mini-batches, but enough for
-    mini-batches half as large again as the first."""
+    mini-batches half as large again as the first. Raises BudgetError, also where it has too little for the
+    seeds of a mini-batch."""
     sampler = made.sampler
+    if isinstance(sampler, HostsSampler):
+        with shares.told_of_all():
+            sampler.check_room(min(made.batch_size, len(made.train)))
     if not isinstance(sampler, StoredSampler):  # with the graph in memory, or of other hosts
         return shares
     memory, share = shares.memory_bytes, shares.sampler_bytes

@@ -30,7 +30,7 @@ CHUNKS = 16
 CHUNK_NODES_MAX = 8192
 ALONE_NODES = 1 << 16  # fewer take less than a second, and have parts of which a batch is too much
 CHUNKS_MIN = 4
-BATCHES_MIN = 12  # a pass: else too much of what a node sees is of before its batch
+BATCHES_MIN = 16  # a pass: else too much of what a node sees is of before its batch
 
 #: Runs the nodes from ``begin`` to ``end`` whose last edge is in the block; first bad position in it, or -1.
 #: (number of the thread, begin, end, block, its first edge)

@@ -4,7 +4,7 @@ LDG (:mod:`featstore.order.ldg`) needs four bytes a node but sees no further tha
 sees the whole, but holds some 130 bytes an edge. Here METIS sees a small picture of the graph and LDG does
 the rest:
 
-1. *Coarsen.* Five passes of size-constrained label propagation (:mod:`featstore.order.propagate`) find
+1. *Coarsen.* Four passes of size-constrained label propagation (:mod:`featstore.order.propagate`) find
    clusters of at most ``nodes / (parts * 8)`` nodes: small enough for METIS to balance the parts.
 2. *Contract.* One pass counts the edges between clusters (:mod:`featstore.order.coarsen`), in tables for a
    fortieth as many pairs as the graph has edges, fewer if memory is short; the lightest pairs make room for
@@ -17,7 +17,7 @@ the rest:
    The score of a part is eased (it vanishes a little above the capacity), which lets sizes differ where that
    saves edges. The first pass brings METIS's parts down to the capacity.
 
-All in all 16 passes over the edges (up to 19 where memory is short), all of them sequential, and shared by
+All in all 15 passes over the edges (up to 18 where memory is short), all of them sequential, and shared by
 threads but for METIS (:mod:`featstore.order.chunks`). After Meyerhenke, Sanders & Schulz, "Partitioning
 complex networks via size-constrained clustering" (SEA'14), whose refinement is label propagation too. That
 cuts ogbn-arxiv as well, but only at a heat that tears meshes; LDG's balance term does well on both at one low
@@ -72,7 +72,7 @@ from featstore.order.stream import (
 )
 
 CLUSTERS_PER_PART = 8
-COARSEN_PASSES = 5
+COARSEN_PASSES = 4
 TIE_HEAT = 0.5
 REFINE_PASSES = 10
 REFINE_HEAT = 0.2
@@ -185,7 +185,7 @@ def multilevel_partition(
 
     No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes. With as
     many parts as nodes, or more, each node has its own; without edges parts are even ranges of node ids.
-    Reads the edges 16 to 19 times from first to last, ``block_edges`` at once, and allocates at most
+    Reads the edges 15 to 18 times from first to last, ``block_edges`` at once, and allocates at most
     ``memory_bytes``. Results depend on ``memory_bytes`` and ``block_edges`` only where memory is short for
     what they take.
 

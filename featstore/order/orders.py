@@ -191,14 +191,14 @@ def _choose(graph: GraphLike | None, parts: int, permutation: object, memory_byt
         return "given", "the rows fit one partition"
     if not metis_installed():
         return "ldg", "pymetis is not installed"
-    needed_bytes = _metis_needed_bytes(graph, parts, memory_bytes)
-    needed, budget = format_bytes(needed_bytes), format_bytes(memory_bytes)
-    if needed_bytes > memory_bytes:
-        why = f"METIS may need {needed}, more than the memory budget of {budget}"
-    elif edge_count(graph) > METIS_EDGES_MAX:
+    if edge_count(graph) > METIS_EDGES_MAX:
         why = f"METIS takes several times as long for {edge_count(graph):,} edges, for about the same cut"
     else:
-        return "metis", f"METIS needs up to {needed} and the memory budget is {budget}"
+        needed_bytes = _metis_needed_bytes(graph, parts, memory_bytes)
+        needed, budget = format_bytes(needed_bytes), format_bytes(memory_bytes)
+        if needed_bytes <= memory_bytes:
+            return "metis", f"METIS needs up to {needed} and the memory budget is {budget}"
+        why = f"METIS may need {needed}, more than the memory budget of {budget}"
     least_bytes = _multilevel_needed_bytes(node_count(graph), parts)
     if least_bytes <= memory_bytes:
         return "multilevel", why

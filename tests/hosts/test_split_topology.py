@@ -323,6 +323,23 @@ def test_what_cannot_be_had_says_so(folder: Path, tmp_path: Path) -> None:
         featstore.split(store, 2, tmp_path / "p", split_topology="yes")  # type: ignore[arg-type]
 
 
+def test_a_loader_without_room_for_its_seeds_says_so_at_once(folder: Path) -> None:
+    options: dict[str, Any] = {"seeds": "train", "fanouts": (3,), "batch_size": 64}
+    with hosts(folder / "parts1", 1) as (stores, _):
+        with pytest.raises(BudgetError, match="of this mini-batch") as found:
+            stores[0].loader(memory=1, **options)
+        named = [found.value.needed_bytes]
+        while len(named) < 8:
+            try:
+                with stores[0].loader(memory=named[-1], **options) as loader:
+                    assert len(list(loader)) == len(loader)
+                break
+            except BudgetError as error:
+                assert error.needed_bytes > named[-1]
+                named.append(error.needed_bytes)
+        assert 1 < len(named) < 8
+
+
 def test_memory_is_as_promised(folder: Path) -> None:
     """Parts of the budget add up to it, the smallest works, and less is told."""
     with pytest.raises(BudgetError) as found, hosts(folder / "parts1", 1, memory="1MiB"):
