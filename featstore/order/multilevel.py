@@ -13,17 +13,17 @@ the rest:
    once more, as far as clusters may grow, which leaves METIS a tenth of the work and cuts no worse.
 3. *Cut* the weighted coarse graph by METIS, by recursive bisection: with some eight vertices to a part its
    k-way method has nothing to coarsen, and takes three times as long to cut as well.
-4. *Refine.* Nodes take the part of their cluster, and ten passes of LDG, at low heat, move single nodes.
+4. *Refine.* Nodes take the part of their cluster, and nine passes of LDG, at low heat, move single nodes.
    The score of a part is eased (it vanishes a little above the capacity), which lets sizes differ where that
    saves edges. The first pass brings METIS's parts down to the capacity.
 
-All in all 15 passes over the edges (up to 18 where memory is short), all of them sequential, and shared by
+All in all 14 passes over the edges (up to 17 where memory is short), all of them sequential, and shared by
 threads but for METIS (:mod:`featstore.order.chunks`). After Meyerhenke, Sanders & Schulz, "Partitioning
 complex networks via size-constrained clustering" (SEA'14), whose refinement is label propagation too. That
 cuts ogbn-arxiv as well, but only at a heat that tears meshes; LDG's balance term does well on both at one low
 heat. These constants were chosen on the graphs they were measured on, with one to three seeds. Twice as many
 clusters and four times as many pairs made METIS take three times as long on 4 M nodes, and the cut one
-percent larger; thirty passes of refinement take three times as long as ten, for half a percent.
+percent larger; thirty passes of refinement take three times as long as nine or ten, for half a percent.
 
 What it cannot do: on square meshes it stays 12 to 16 % behind METIS (means of six seeds). And it uses the
 slack, parts up to 5 % above the mean, where METIS keeps to 3 %, so that a comparison of cuts favours it a
@@ -74,7 +74,7 @@ from featstore.order.stream import (
 CLUSTERS_PER_PART = 8
 COARSEN_PASSES = 4
 TIE_HEAT = 0.5
-REFINE_PASSES = 10
+REFINE_PASSES = 9
 REFINE_HEAT = 0.2
 REFINE_EASE = 1.05
 
@@ -185,7 +185,7 @@ def multilevel_partition(
 
     No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes. With as
     many parts as nodes, or more, each node has its own; without edges parts are even ranges of node ids.
-    Reads the edges 15 to 18 times from first to last, ``block_edges`` at once, and allocates at most
+    Reads the edges 14 to 17 times from first to last, ``block_edges`` at once, and allocates at most
     ``memory_bytes``. Results depend on ``memory_bytes`` and ``block_edges`` only where memory is short for
     what they take.
 
