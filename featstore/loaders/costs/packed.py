@@ -33,8 +33,8 @@ from featstore.storage.store import Table
 from featstore.units import EXTENT_BYTES_MAX, format_bytes
 
 _RECORD_BYTES_PER_ID = 12  # of a row in a record, about
-# Of a core, to compile: for each id (scanning, schedule, placement, records), for each mini-batch (its record,
-# its pages), and for each episode (its files).
+# Of a core, to compile: for each id (scanning, schedule, placement, records), for each mini-batch (its record
+# and pages), and for each episode (its files).
 _ID_SECONDS, _BATCH_SECONDS, _EPISODE_SECONDS = 60e-9, 0.4e-3, 0.05
 
 
