@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from featstore.loaders.shares import MemoryShares, rows_at_most
+from featstore.loaders.shares import SAMPLER_SHARE, rows_at_most
 from featstore.plan.budget import Budget, TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.sampling.batches import bytes_in_memory, graph_bytes
@@ -14,7 +14,6 @@ from featstore.storage.store import StoredGraph, Table
 from featstore.units import PAGE_BYTES
 
 _BESIDE_ROW_BYTES = 24  # of a mini-batch, a node: its id, and what is planned with it
-_SAMPLED_NODE_BYTES = 16  # of a sampler from disk, at the least
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def plan_memory(
         "staging": budget.staging_bytes, "planning": budget.scratch_bytes,
         "rows that stay": budget.tier_bytes,
     }  # fmt: skip
-    least = _SAMPLED_NODE_BYTES * sizes.nodes
-    share = MemoryShares(memory_bytes, sizes.graph_bytes, least_bytes=least).sampler_bytes
+    share = memory_bytes // SAMPLER_SHARE
     sampler, graph = (share, "from disk") if sizes.graph_bytes > share else (sizes.graph_bytes, "in memory")
     nodes = rows_at_most(batch_size, fanouts, sizes.nodes)
     loader = {

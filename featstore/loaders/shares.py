@@ -1,9 +1,8 @@
 """The memory of a loader whose store samples: a share for the sampler, the rest for the rows.
 
-A neighbour in memory saves more than a row does, so the sampler takes up to a third. Where that is less than
-it needs at the least, which without neighbours are maps of all nodes, it has up to two thirds. Where a third
-leaves too little for two mini-batches (of which :func:`wanted_bytes` has an idea, from the first), the rows
-come first, and the sampler has what is left, but no less than it needs.
+A neighbour in memory saves more than a row does, so the sampler takes up to a third. Where that leaves too
+little for two mini-batches (of which :func:`wanted_bytes` has an idea, from the first), the rows come first,
+and the sampler has what is left, but no less than it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from featstore.errors import BudgetError
 from featstore.plan.budget import reader_bytes
 from featstore.storage.store import Table
 
-#: A sampler has one part in so many of the memory, at most; all but one, where it cannot do with less.
+#: A sampler has one part in so many of the memory, at most.
 SAMPLER_SHARE = 3
 _BATCHES, _SPARE_BYTES = 2.5, 2**20  # two mini-batches that are a quarter larger than the first; their ids
 
@@ -55,8 +54,7 @@ class MemoryShares:
     def sampler_bytes(self) -> int:
         """What a sampler may take."""
         third, left = self.memory_bytes // SAMPLER_SHARE, self.memory_bytes - self.rows_wanted_bytes
-        most = (SAMPLER_SHARE - 1) * self.memory_bytes // SAMPLER_SHARE
-        return max(1, min(max(third, min(self.least_bytes, most)), max(self.least_bytes, left)))
+        return max(1, min(third, max(self.least_bytes, left)))
 
     @property
     def rows_bytes(self) -> int:
@@ -87,14 +85,12 @@ class MemoryShares:
 
     def memory_for_sampler(self, needed_bytes: int) -> int:
         """The smallest memory of which a sampler may take so much."""
-        if needed_bytes <= self.least_bytes:
-            return -(-SAMPLER_SHARE * needed_bytes // (SAMPLER_SHARE - 1))
-        return max(SAMPLER_SHARE * needed_bytes, self.rows_wanted_bytes + needed_bytes)
+        after_rows = 0 if needed_bytes <= self.least_bytes else self.rows_wanted_bytes + needed_bytes
+        return max(SAMPLER_SHARE * needed_bytes, after_rows)
 
     def memory_for_rows(self, needed_bytes: int) -> int:
-        """The smallest memory, within a byte or two, that leaves so much for the rows."""
-        least = min(self.least_bytes, (SAMPLER_SHARE - 1) * needed_bytes)
-        share = max(-(-needed_bytes // (SAMPLER_SHARE - 1)), least)
+        """The smallest memory that leaves so much for the rows."""
+        share = -(-needed_bytes // (SAMPLER_SHARE - 1))
         if needed_bytes <= self.rows_wanted_bytes:
-            share = max(1, min(share, self.least_bytes))
+            share = min(share, self.least_bytes)
         return needed_bytes + min(self.graph_bytes, share)

@@ -26,6 +26,7 @@ from test_split_training import graph_and_rows
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
 TIMEOUT_SECONDS, GRACE_SECONDS = 3, 4  # the grace is of a machine that has a few things to do
+COMPILING_SECONDS = 25  # of a host that opens its store where no kernel has been compiled before
 START_SECONDS = 40.0
 KINDS = ["SIGKILL", "SIGSTOP", "cut"]
 
@@ -84,7 +85,7 @@ def fault(
             os.kill(processes[victim].pid, getattr(signal, kind))
         at = time.time()
         others = [rank for rank in range(hosts) if rank != victim]
-        patience = (3 if opening else 1) * TIMEOUT_SECONDS + GRACE_SECONDS
+        patience = GRACE_SECONDS + (3 * TIMEOUT_SECONDS + COMPILING_SECONDS if opening else TIMEOUT_SECONDS)
         for rank in others:
             processes[rank].join(max(0.0, at + patience + GRACE_SECONDS - time.time()))
         if kind == "cut":  # who is cut off has lost all others
