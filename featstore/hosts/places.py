@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from featstore.arguments import as_number
+from featstore.base.threads import Worker
 from featstore.errors import ArgumentError, PeerError, SourceError
 from featstore.hosts.wire import GlooWire
 
 #: A single send or receive may take so many time-outs: hosts that are late are found before.
 _WIRE_PATIENCE = 3
+_MEETING_PATIENCE = 1.1  # of that, for all that hosts do to meet
 _opened = itertools.count()  # wires so far, of which all processes have opened as many
 
 
@@ -79,16 +83,23 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     # Not by new_group: a second group of the same ranks would meet under the name of the first, once that is
     # destroyed, at addresses where nobody is any more.
     meeting = c10d.PrefixStore(f"featstore/hosts/{next(_opened)}", c10d._get_default_store())
-    try:
-        patience = timedelta(seconds=_WIRE_PATIENCE * timeout_seconds)
-        group: Any = c10d.ProcessGroupGloo(meeting, place.machine, place.hosts, patience)
+    patience = _WIRE_PATIENCE * timeout_seconds
+
+    def meet() -> tuple[Any, list[torch.Tensor]]:
+        limit = timedelta(seconds=patience)
+        group: Any = c10d.ProcessGroupGloo(meeting, place.machine, place.hosts, limit)
         parts = [torch.empty(1, dtype=torch.int64) for _ in range(place.hosts)]
         group.allgather([parts], [torch.tensor([place.host])]).wait()
+        return group, parts
+
+    try:
+        # gloo tries a host that died while it was meeting the others five times, each for all the patience.
+        group, parts = _within(_MEETING_PATIENCE * patience, meet)
     except RuntimeError as error:
         first = next(m for m in range(place.hosts) if m != place.machine)
         raise PeerError(
             first, place.leaders[first],
-            f"or another has not come within {_WIRE_PATIENCE * timeout_seconds:g} seconds "
+            f"or another has not come within {patience:g} seconds "
             f"({str(error).splitlines()[0][:200]})",
         ) from error  # fmt: skip
     machine_of = {int(part): machine for machine, part in enumerate(parts)}
@@ -98,7 +109,27 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
             "each one of its own, so that all are there"
         )
     order = [machine_of[host] for host in range(place.hosts)]
-    return GlooWire(group, order, place.leaders, _WIRE_PATIENCE * timeout_seconds)
+    return GlooWire(group, order, place.leaders, patience)
+
+
+def _within(seconds: float, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, in a thread, which is left to itself where it takes longer: then RuntimeError."""
+    answers = queue.SimpleQueue[tuple[Any, BaseException | None]]()
+
+    def answer() -> None:
+        try:
+            answers.put((make(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    Worker(answer, "featstore-hosts-meeting").start()
+    try:
+        made, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise RuntimeError("it was there, and did not answer") from None
+    if error is not None:
+        raise error
+    return made
 
 
 def as_timeout(value: Any) -> float:

@@ -25,7 +25,7 @@ heat. These constants were chosen on the graphs they were measured on, with one 
 clusters and four times as many pairs made METIS take three times as long on 4 M nodes, and the cut one
 percent larger; thirty passes of refinement take three times as long as nine or ten, for half a percent.
 
-What it cannot do: on square meshes it stays 12 to 16 % behind METIS (means of six seeds). And it uses the
+What it cannot do: on square meshes it stays 13 to 16 % behind METIS (means of six seeds). And it uses the
 slack, parts up to 5 % above the mean, where METIS keeps to 3 %, so that a comparison of cuts favours it a
 little.
 

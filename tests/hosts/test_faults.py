@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ import pytest
 pytest.importorskip("torch")
 
 import fault_hosts
+import torch.distributed.distributed_c10d as c10d
 from test_split_training import graph_and_rows
+
+from featstore.errors import PeerError
+from featstore.hosts.places import HostPlace, open_wire
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
 TIMEOUT_SECONDS, GRACE_SECONDS = 3, 4  # the grace is of a machine that has a few things to do
-COMPILING_SECONDS = 25  # of a host that opens its store where no kernel has been compiled before
 START_SECONDS = 40.0
 KINDS = ["SIGKILL", "SIGSTOP", "cut"]
 
@@ -85,7 +89,7 @@ def fault(
             os.kill(processes[victim].pid, getattr(signal, kind))
         at = time.time()
         others = [rank for rank in range(hosts) if rank != victim]
-        patience = GRACE_SECONDS + (3 * TIMEOUT_SECONDS + COMPILING_SECONDS if opening else TIMEOUT_SECONDS)
+        patience = (3 if opening else 1) * TIMEOUT_SECONDS + GRACE_SECONDS
         for rank in others:
             processes[rank].join(max(0.0, at + patience + GRACE_SECONDS - time.time()))
         if kind == "cut":  # who is cut off has lost all others
@@ -127,6 +131,25 @@ def test_a_host_that_is_gone_while_all_open_the_store(
     name = f"opening-{kind}-{moment}"
     victim, told = fault(folder, context, kind, 2, name, train=False, opening=True)
     assert [one["host"] for one in told] == [victim]
+
+
+def test_a_host_that_was_there_and_does_not_answer_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it died while the others connected to it, which gloo tries five times in a row."""
+    done, place = threading.Event(), HostPlace(0, 2, 0, 1, 0)
+
+    def connecting(*_: Any) -> None:
+        done.wait(60)
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", connecting)
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: c10d.FileStore(str(tmp_path / "meeting"), 2))
+    begin = time.monotonic()
+    with pytest.raises(PeerError, match="host 1.*within 0.6 seconds.*did not answer"):
+        open_wire(place, 0.2)
+    assert time.monotonic() - begin < 5
+    done.set()
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
