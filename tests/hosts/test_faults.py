@@ -23,6 +23,7 @@ import pytest
 pytest.importorskip("torch")
 
 import fault_hosts
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from test_split_training import graph_and_rows
 
@@ -144,9 +145,9 @@ def test_a_host_that_was_there_and_does_not_answer_is_given_up(
         raise RuntimeError("too late")
 
     monkeypatch.setattr(c10d, "ProcessGroupGloo", connecting)
-    monkeypatch.setattr(c10d, "_get_default_store", lambda: c10d.FileStore(str(tmp_path / "meeting"), 2))
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: dist.FileStore(str(tmp_path / "meeting"), 2))
     begin = time.monotonic()
-    with pytest.raises(PeerError, match="host 1.*within 0.6 seconds.*did not answer"):
+    with pytest.raises(PeerError, match=r"host 1.*within 0\.6 seconds.*did not answer"):
         open_wire(place, 0.2)
     assert time.monotonic() - begin < 5
     done.set()
