@@ -95,13 +95,12 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     try:
         # gloo tries a host that died while it was meeting the others five times, each for all the patience.
         group, parts = _within(_MEETING_PATIENCE * patience, meet)
-    except RuntimeError as error:
+    except (RuntimeError, queue.Empty) as error:
         first = next(m for m in range(place.hosts) if m != place.machine)
+        why = str(error).splitlines()[0][:200] if str(error) else "it was there, and did not answer"
         raise PeerError(
-            first, place.leaders[first],
-            f"or another has not come within {patience:g} seconds "
-            f"({str(error).splitlines()[0][:200]})",
-        ) from error  # fmt: skip
+            first, place.leaders[first], f"or another has not come within {patience:g} seconds ({why})"
+        ) from error
     machine_of = {int(part): machine for machine, part in enumerate(parts)}
     if len(machine_of) < place.hosts:
         raise SourceError(
@@ -113,7 +112,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
 
 
 def _within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, in a thread, which is left to itself where it takes longer: then RuntimeError."""
+    """What ``make`` gives, in a thread, which is left to itself where it takes longer: then queue.Empty."""
     answers = queue.SimpleQueue[tuple[Any, BaseException | None]]()
 
     def answer() -> None:
@@ -123,10 +122,7 @@ def _within(seconds: float, make: Callable[[], Any]) -> Any:
             answers.put((None, error))
 
     Worker(answer, "featstore-hosts-meeting").start()
-    try:
-        made, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise RuntimeError("it was there, and did not answer") from None
+    made, error = answers.get(timeout=seconds)
     if error is not None:
         raise error
     return made
