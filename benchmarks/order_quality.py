@@ -6,7 +6,8 @@ annealed LDG on one graph.
 
 An ``.npz`` file holds ``indptr`` and ``indices``, the CSC of incoming edges; without it a graph of
 communities is generated. ``--generated`` adds a power-law graph of so many nodes and fifteen times as many
-stored edges. Each measurement runs in a process of its own, several times with different seeds.
+stored edges. Each measurement runs in a process of its own, the methods in turns, several times with
+different seeds.
 Its peak memory is the highest resident set (VmHWM, reset just before) above that of the same process once
 numpy, numba or pymetis, the machine code (warmed up on a tiny graph) and the graph are loaded. glibc is told
 to map every large block by itself, so that memory freed before the measurement is not reused in it unseen.
@@ -132,7 +133,7 @@ def edges_of(path: Path) -> int:
 @click.option("--parts", multiple=True, default=[64, 512], show_default=True, type=click.IntRange(1))
 @click.option("--generated", type=click.IntRange(1000), help="Nodes of a generated power-law graph.")
 @click.option("--passes", default=PASSES, show_default=True, type=click.IntRange(1), help="Passes of LDG.")
-@shared_options(size="1", quick_size="1", rounds=3)
+@shared_options(size="1", quick_size="1", rounds=7)
 def main(
     settings: Settings, graphs: tuple[Path, ...], parts: tuple[int, ...], generated: int | None, passes: int
 ) -> None:
@@ -151,8 +152,8 @@ def main(
         runs = []
         seeds = settings.rounds if graph is None or edges_of(graph) <= LARGE_EDGES else 1
         for count in parts:
-            for name in METHODS:
-                for number in range(seeds):
+            for number in range(seeds):
+                for name in METHODS:  # in turns, so that all have the same machine
                     runs.append(
                         measure_apart(name, "" if graph is None else str(graph), count, number, passes)
                     )

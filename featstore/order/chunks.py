@@ -14,7 +14,6 @@ fewer than :data:`ALONE_NODES` nodes are one chunk, and go through as one thread
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +24,7 @@ from featstore.base.compilation import njit
 from featstore.base.hashing import mix64
 from featstore.errors import SourceError
 from featstore.order.stream import GraphLike, edge_count, node_count
+from featstore.order.crew import Crew
 
 CHUNKS = 16
 CHUNK_NODES_MAX = 8192
@@ -74,7 +74,7 @@ class Chunks:
         self.size = chunk_nodes(self._nodes)
         self._block = np.empty(min(block_edges, edge_count(graph)), graph.indices.dtype)
         self._threads = max(1, min(threads, -(-self._nodes // self.size), CHUNKS))
-        self._pool = ThreadPoolExecutor(self._threads - 1, "featstore-order") if self._threads > 1 else None
+        self._crew = Crew(self._threads, "featstore-order")
 
     def __enter__(self) -> Chunks:
         return self
@@ -82,8 +82,7 @@ class Chunks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        self._crew.__exit__(kind, error, trace)
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """(first node, node after the last) of each batch; at least one, if need be of no nodes."""
@@ -122,7 +121,8 @@ class Chunks:
 
     def _at_once(self, starts: list[int], edges: list[int], work: Work) -> int:
         """Chunks whose edges fit into the block together."""
-        left = iter(range(len(starts) - 1))  # whoever is free takes the next one
+        chunks = sorted(range(len(starts) - 1), key=lambda one: edges[one] - edges[one + 1])
+        left = iter(chunks)  # whoever is free takes the largest that is left
         found: list[int] = []
 
         def take(thread: int) -> None:
@@ -134,14 +134,5 @@ class Chunks:
                 if bad >= 0:
                     found.append(low + bad)
 
-        helpers = min(self._threads, len(starts) - 1) - 1
-        if self._pool is None or helpers < 1:
-            take(0)
-        else:
-            others = [self._pool.submit(take, thread) for thread in range(1, helpers + 1)]
-            try:
-                take(0)
-            finally:
-                for other in others:
-                    other.result()
+        self._crew.run(take, min(self._threads, len(chunks)))
         return min(found, default=-1)

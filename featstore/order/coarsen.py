@@ -34,7 +34,7 @@ from featstore.order.pairs import (
     pair_table_count,
     pair_tables_bytes,
 )
-from featstore.order.stream import GraphLike, bad_edge_error, edge_blocks
+from featstore.order.stream import GraphLike, bad_edge_error
 
 MERGE_PASSES = 5
 MERGE_VERTEX_BYTES = 20
@@ -260,13 +260,13 @@ def contract(
     One pass over the edges. Raises SourceError for one to a node that does not exist. Holds the table, while
     it grows also half of that, and the result: :func:`contract_bytes`.
     """
-    with PairCounter(indptr, label, vertices, pairs_max, threads, block_edges) as counter:
-        for first, block in edge_blocks(graph, block_edges):
-            bad = counter.count(first, block)
-            if bad >= 0:
-                raise bad_edge_error(graph, first + bad)
-        del block
-        return _coarse_graph(counter.tables, label, vertices)
+    with PairCounter(graph, indptr, label, vertices, pairs_max, threads, block_edges) as counter:
+        bad = counter.count()
+    if bad >= 0:
+        raise bad_edge_error(graph, bad)
+    tables = counter.tables
+    del counter
+    return _coarse_graph(tables, label, vertices)
 
 
 def _coarse_graph(tables: list[PairTable], label: NDArray[np.int32], vertices: int) -> CoarseGraph:
@@ -293,9 +293,9 @@ def count_nodes(label: Any, sizes: Any) -> None:
 def contract_bytes(vertices: int, pairs_max: int, block_edges: int) -> int:
     """The most :func:`contract` allocates, in bytes, result and all, beside the labels."""
     table = pair_tables_bytes(pairs_max)
+    counting = (8 + 2 * 8 * pair_table_count(pairs_max)) * (min(PIECE_EDGES, block_edges) + 64)
     return (
-        max(8 * block_edges + table + table // 2, table + 32 * pairs_max)
-        + 8 * pair_table_count(pairs_max) * (min(PIECE_EDGES, block_edges) + 64)
+        max(counting + table + table // 2, table + 32 * pairs_max)
         + 24 * (vertices + 1)
         + 8 * HISTOGRAM_SIZE * PAIR_TABLES
     )

@@ -46,6 +46,7 @@ from featstore.order.stream import (
     checked_indptr,
     node_count,
 )
+from featstore.order.crew import apart
 
 PASSES = 40
 SLACK = 0.05
@@ -338,9 +339,9 @@ class _Scratch:
     """What a thread has of its own: 20 bytes a part."""
 
     def __init__(self, parts: int) -> None:
-        self.moved, self.counts = np.zeros(parts, np.int64), np.zeros(parts, np.int64)
-        self.touched = np.empty(parts, np.int32)
-        self.state, self.random = np.zeros(_STATE_SIZE, np.int64), np.zeros(1, np.uint64)
+        self.moved, self.counts = apart(2, parts, np.int64)
+        self.touched = apart(1, parts, np.int32)[0]
+        self.state, self.random = apart(1, _STATE_SIZE, np.int64)[0], apart(1, 1, np.uint64)[0]
 
     def begin(self, node: int, random: Any) -> None:
         """Start a chunk at its first node."""

@@ -1,16 +1,13 @@
 """Counting pairs of clusters in tables of bounded size: see :mod:`featstore.order.coarsen`.
 
 Pairs are spread over :data:`PAIR_TABLES` hash tables by the upper bits of their hash, so that several threads
-can count at once. Edges are taken in pieces: each thread names the pairs of its share of a piece, by table.
-Then each counts those that all have found of the tables that are its own. What a table holds follows from its
-own pairs in the order of the edges, so it does not matter whose it is.
+can count at once. Edges are taken in pieces: each thread names the pairs of its share of a piece, by table,
+and counts those that all have found in the piece before of the tables that are its own. What a table holds
+follows from its own pairs in the order of the edges, so it does not matter whose it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +17,8 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.hashing import mix64
 from featstore.base.native import address_of, load_i32, load_i64, prefetch, store_i32, store_i64
-from featstore.order.stream import PREFETCH_EDGES
+from featstore.order.stream import PREFETCH_EDGES, GraphLike, edge_count
+from featstore.order.crew import Crew, apart
 
 PAIR_BYTES = 12
 """A slot of a table: the pair, int64, and its count, int32."""
@@ -219,25 +217,27 @@ class PairTable:
 
 
 class PairCounter:
-    """Counts the pairs of clusters that edges are between; a context manager. ``tables`` has them."""
+    """Counts the pairs of clusters that a graph's edges are between; a context manager. ``tables`` has
+    them."""
 
     def __init__(
-        self, indptr: NDArray[np.int64], label: NDArray[np.int32], vertices: int, pairs_max: int,
-        threads: int, block_edges: int,
+        self, graph: GraphLike, indptr: NDArray[np.int64], label: NDArray[np.int32], vertices: int,
+        pairs_max: int, threads: int, block_edges: int,
     ) -> None:  # fmt: skip
-        self._indptr, self._label, self._vertices = indptr, label, vertices
+        self._graph, self._indptr, self._label, self._vertices = graph, indptr, label, vertices
         count = pair_table_count(pairs_max)
         self.tables = [PairTable(pairs_max // count) for _ in range(count)]
-        self._rows = np.zeros((count, 5), np.int64)
+        self._rows = apart(count, 5, np.int64)
         for table, row in zip(self.tables, self._rows, strict=True):
             table.describe(row)
         self._shift = 64 - (count.bit_length() - 1)
         self._threads = max(1, min(threads, count))
         self._share = -(-min(PIECE_EDGES, block_edges) // self._threads)
-        self._pairs = np.empty((self._threads, count, self._share), np.int64)
-        self._found = np.zeros((self._threads, count), np.int64)
-        alone = self._threads == 1
-        self._pool = None if alone else ThreadPoolExecutor(self._threads - 1, "featstore-order")
+        self._blocks = np.empty((self._threads, self._share), graph.indices.dtype)
+        # Of two pieces: one is counted while the other is named.
+        self._pairs = np.empty((2, self._threads, count, self._share), np.int64)
+        self._found = [apart(self._threads, count, np.int64) for _ in range(2)]
+        self._crew = Crew(self._threads, "featstore-order")
 
     def __enter__(self) -> PairCounter:
         return self
@@ -245,45 +245,36 @@ class PairCounter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        self._crew.__exit__(kind, error, trace)
 
-    def count(self, first_edge: int, block: NDArray[Any]) -> int:
-        """Count a block of edges. The position of a bad one, or -1."""
-        step = self._threads * self._share
-        for low in range(0, block.size, step):
-            bad = self._by_all(partial(self._name, first_edge + low, block[low : low + step]))
-            if bad >= 0:
-                return low + bad
-            self._by_all(self._count)
+    def count(self) -> int:
+        """Count all edges. The position of a bad one, or -1."""
+        step, bad = self._threads * self._share, [-1] * self._threads
+        for number, first in enumerate(range(0, edge_count(self._graph) + step, step)):
+
+            def turn(thread: int, first: int = first, side: int = number % 2) -> None:
+                bad[thread] = self._turn(first, side, thread)
+
+            self._crew.run(turn)
+            if max(bad) >= 0:
+                return min(one for one in bad if one >= 0)
         return -1
 
-    def _by_all(self, work: Callable[[int], int]) -> int:
-        """Have each thread do its share; the least of what they found, or -1."""
-        if self._pool is None:
-            return work(0)
-        others = [self._pool.submit(work, thread) for thread in range(1, self._threads)]
-        try:
-            found = [work(0)]
-        finally:
-            rest = [other.result() for other in others]
-        return min((one for one in found + rest if one >= 0), default=-1)
-
-    def _name(self, first_edge: int, piece: NDArray[Any], thread: int) -> int:
-        begin = min(thread * self._share, piece.size)
-        share = piece[begin : begin + self._share]
-        node = int(np.searchsorted(self._indptr, first_edge + begin, "right")) - 1
-        bad = int(name_pairs(
-            self._indptr, share, first_edge + begin, node, self._label, self._vertices, self._shift,
-            self._pairs[thread], self._found[thread],
-        ))  # fmt: skip
-        return bad if bad < 0 else begin + bad
-
-    def _count(self, thread: int) -> int:
+    def _turn(self, first: int, side: int, thread: int) -> int:
+        """Count a thread's tables of the piece before, and name its share of the one from edge ``first``."""
         for number in range(thread, len(self.tables), self._threads):
             table, row = self.tables[number], self._rows[number]
-            for pairs, found in zip(self._pairs[:, number], self._found[:, number], strict=True):
+            named = zip(self._pairs[1 - side, :, number], self._found[1 - side][:, number], strict=True)
+            for pairs, found in named:
                 begin = 0
                 while (begin := int(count_pairs(pairs[:found], begin, row))) >= 0:
                     table.make_room(row)
-        return -1
+        first += thread * self._share
+        block = self._blocks[thread, : max(0, min(self._share, edge_count(self._graph) - first))]
+        np.copyto(block, self._graph.indices[first : first + block.size])
+        node = int(np.searchsorted(self._indptr, first, "right")) - 1
+        bad = int(name_pairs(
+            self._indptr, block, first, node, self._label, self._vertices, self._shift,
+            self._pairs[side, thread], self._found[side][thread],
+        ))  # fmt: skip
+        return bad if bad < 0 else first + bad

@@ -35,11 +35,10 @@ from featstore.base.native import prefetch
 from featstore.order.chunks import Chunks, batch_nodes, chunk_nodes, seed_of_chunk
 from featstore.order.ldg import STAY_BONUS, next_random, random_of_pass
 from featstore.order.stream import PREFETCH_EDGES, GraphLike, bad_edge_error, node_count
+from featstore.order.crew import apart
 
 TABLE_SLOTS_MAX = 1 << 16
 """Slots of the table of labels around a node; at most half are used."""
-
-"""Added to the score of the label a node has: between equals it stays."""
 
 # Positions in the kernel's state, int64: what it must remember when a block ends inside a node's edges.
 _NODE, _TOUCHED, _CHANGED = range(3)
@@ -244,7 +243,7 @@ class _Scratch:
         self.counts = np.zeros(TABLE_SLOTS_MAX, np.int64)
         self.changes = np.zeros((3, _change_slots(nodes)), np.int32)
         self.changes[0] = -1
-        self.state, self.random = np.zeros(_STATE_SIZE, np.int64), np.zeros(1, np.uint64)
+        self.state, self.random = apart(1, _STATE_SIZE, np.int64)[0], apart(1, 1, np.uint64)[0]
 
 
 def propagate_bytes(nodes: int, threads: int) -> int:

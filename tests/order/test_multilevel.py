@@ -388,7 +388,7 @@ def test_a_mesh_is_cut_as_metis_cuts_it_even_in_little_memory() -> None:
         edge_cut(graph, multilevel_partition(graph, 32, seed=seed, memory_bytes=PLENTY)) for seed in seeds
     ])  # fmt: skip
     tight = edge_cut(graph, multilevel_partition(graph, 32, seed=0, memory_bytes=least, block_edges=1 << 12))
-    assert roomy < 1.15 * metis < 0.5 * ldg
+    assert roomy < 1.2 * metis < 0.5 * ldg
     assert tight < 1.25 * metis
 
 
