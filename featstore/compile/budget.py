@@ -9,7 +9,7 @@ are part of what was compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from featstore.base.buffers import ALIGNMENT
 from featstore.compile.limits import SLOTS_MAX
 from featstore.errors import BudgetError
-from featstore.plan.budget import reader_bytes
+from featstore.plan.budget import Budget, TableNeed, reader_bytes
 from featstore.storage.store import OpenStore, Table
 from featstore.units import multiple_bytes
 
@@ -127,6 +127,22 @@ class LoaderBudget:
         slots = {t: rows_in(cache, t) for t in tables}
         device = {t: rows_in(device_bytes, t) for t in tables}
         return cls(memory_bytes, depth, batch, record, reader_bytes(memory_bytes), slots, device)
+
+
+def half_reader_bytes(memory_bytes: int) -> int:
+    """What the reader of the store's tables has for staging and planning in a loader with this budget; that
+    of the compiled trace has the other half."""
+    return reader_bytes(memory_bytes) // 2
+
+
+def extent_bytes_max(memory_bytes: int, tables: Iterable[Table]) -> int:
+    """The longest read of either of them."""
+    needs = [TableNeed(0, 0, table.row_bytes) for table in tables]
+    half = half_reader_bytes(memory_bytes)
+    try:
+        return Budget.split(half, needs, 0).extent_bytes_max
+    except BudgetError as error:
+        return Budget.split(error.needed_bytes, needs, 0).extent_bytes_max
 
 
 def batch_bytes(rows: int, row_bytes: int) -> int:

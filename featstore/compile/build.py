@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_callback, as_choice, as_count, as_flag, as_path, shown
 from featstore.base.progress import watched
-from featstore.compile.budget import LoaderBudget, parse_disk
+from featstore.compile.budget import LoaderBudget, extent_bytes_max, parse_disk
 from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.decide import OURS, Policy, TableDecision, TableOptions, plan_table
 from featstore.compile.forecast import CompileForecast
@@ -69,7 +69,7 @@ from featstore.storage.table_writer import write_array
 from featstore.storage.transaction import Transaction, write_generation
 from featstore.trace.sample_encoder import encode
 from featstore.trace.trace import Trace
-from featstore.units import EXTENT_BYTES_MAX, parse_bytes
+from featstore.units import parse_bytes
 
 _BLOCK_BYTES = 2**20
 _DISK_SLACK_BYTES = 1 << 20
@@ -292,10 +292,11 @@ class _Compiling:
         if needed > o.memory_bytes:
             raise BudgetError(needed, o.memory_bytes, "decide where the rows of a trace go, and pack them")
         limits = self._disk_limits(tables, disk_bytes)
+        extent_bytes = extent_bytes_max(o.train_bytes, tables.values())
         for node_type, table in tables.items():
             options = TableOptions(
                 budget.slots[node_type], budget.device_slots[node_type], limits[node_type],
-                o.residency, EXTENT_BYTES_MAX, self._memory_bytes, o.seed, self.policy,
+                o.residency, extent_bytes, self._memory_bytes, o.seed, self.policy,
                 self._written_byte_seconds,
             )  # fmt: skip
             self._plans.append(

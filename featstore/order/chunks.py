@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.hashing import mix64
 from featstore.errors import SourceError
-from featstore.order.stream import GraphLike, edge_count, node_count
 from featstore.order.crew import Crew
+from featstore.order.stream import GraphLike, edge_count, node_count
 
 CHUNKS = 16
 CHUNK_NODES_MAX = 8192

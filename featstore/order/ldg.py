@@ -38,6 +38,7 @@ from featstore.base.compilation import njit
 from featstore.base.native import prefetch
 from featstore.errors import SourceError
 from featstore.order.chunks import Chunks, batch_nodes, seed_of_chunk
+from featstore.order.crew import apart
 from featstore.order.stream import (
     BLOCK_EDGES,
     PREFETCH_EDGES,
@@ -46,7 +47,6 @@ from featstore.order.stream import (
     checked_indptr,
     node_count,
 )
-from featstore.order.crew import apart
 
 PASSES = 40
 SLACK = 0.05

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.hashing import mix64
 from featstore.base.native import address_of, load_i32, load_i64, prefetch, store_i32, store_i64
-from featstore.order.stream import PREFETCH_EDGES, GraphLike, edge_count
 from featstore.order.crew import Crew, apart
+from featstore.order.stream import PREFETCH_EDGES, GraphLike, edge_count
 
 PAIR_BYTES = 12
 """A slot of a table: the pair, int64, and its count, int32."""

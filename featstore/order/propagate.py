@@ -33,9 +33,9 @@ from featstore.base.compilation import njit
 from featstore.base.hashing import GOLDEN
 from featstore.base.native import prefetch
 from featstore.order.chunks import Chunks, batch_nodes, chunk_nodes, seed_of_chunk
+from featstore.order.crew import apart
 from featstore.order.ldg import STAY_BONUS, next_random, random_of_pass
 from featstore.order.stream import PREFETCH_EDGES, GraphLike, bad_edge_error, node_count
-from featstore.order.crew import apart
 
 TABLE_SLOTS_MAX = 1 << 16
 """Slots of the table of labels around a node; at most half are used."""

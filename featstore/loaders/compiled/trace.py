@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_path, check_options, known_name
 from featstore.base.checks import check_distinct, check_offsets
 from featstore.base.system import is_there
-from featstore.compile.budget import ASKED_AHEAD, DEPTH_MIN, batch_bytes, depths_in_groups, read_together
+from featstore.compile.budget import (
+    ASKED_AHEAD,
+    DEPTH_MIN,
+    batch_bytes,
+    depths_in_groups,
+    half_reader_bytes,
+    read_together,
+)
 from featstore.errors import FormatError, IncompleteStoreError, StaleError
 from featstore.layout.records import Limits
 from featstore.plan.budget import reader_bytes
@@ -216,7 +223,7 @@ class CompiledTrace:
         check_options(options, READING, "a reader of a compiled trace")
         tables, (own, others) = [t.name for t in self.base_tables()], self._checksum_bytes()
         named = [t.name for t in self._own_tables()]
-        share = reader_bytes(self.memory_bytes) // (2 if tables else 1)
+        share = half_reader_bytes(self.memory_bytes) if tables else reader_bytes(self.memory_bytes)
         options |= {"static": None, "static_memory": 0, "by_row": True}
         pack = Reader(self.pack, tables=named, memory=share + own, **options)
         try:

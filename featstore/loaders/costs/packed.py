@@ -10,12 +10,13 @@ of the time from above.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compile.budget import DEPTH_MIN, LoaderBudget
+from featstore.compile.budget import DEPTH_MIN, LoaderBudget, extent_bytes_max, half_reader_bytes
 from featstore.compile.build import deciding_bytes
 from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.forecast import CompileForecast
@@ -51,13 +52,23 @@ class Laid:
     hit_rate: float
     exact: bool
     depth: int
-    back_reads: float  # of all reads and bytes, those of rows brought back before the first mini-batch
+    back_reads: float  # of all reads and bytes, those of rows brought back before the first mini-batch,
     back_bytes: float
+    run_reads: float  # and those of packed rows and records, which lie together
+    run_bytes: float
     remark: str = ""
 
     @property
     def disk_bytes(self) -> float:
         return self.packed_bytes + self.resident_bytes + self.record_bytes
+
+    def priced(self, price: Callable[[float, float], float]) -> float:
+        """Seconds of what is read of mini-batches, at the price of (reads, bytes). Of runs all that is read
+        is wanted, checked and copied: they are as the longest reads whose price was measured, whatever their
+        length."""
+        reads = self.reads - self.back_reads - self.run_reads
+        byte_count = self.bytes_read - self.back_bytes - self.run_bytes
+        return price(reads, byte_count) + price(0, self.run_bytes)
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ def compiled_cost(world: World, exact: CompileForecast | str | None) -> ModeCost
         return _no_room("compiled", world, laid.disk_bytes, _least(world))
     stages = _reading(world, laid)
     prepared = _prepared(world, laid, world.memory_bytes)
-    reading = world.prices.cpu(laid.reads, laid.bytes_read)
+    reading = laid.priced(world.prices.cpu) + world.prices.cpu(laid.back_reads, laid.back_bytes)
     cores = reading + stages["assemble"] + stages["train"]
     return ModeCost(
         "compiled", True, laid.remark, "repeats the mini-batches of epoch 0",
@@ -110,7 +121,7 @@ def rolling_cost(world: World) -> ModeCost:
     stages = _reading(world, laid)
     prepared = _prepared(world, laid, world.memory_bytes - train_bytes)
     stages["sample"], stages["prepare"] = prepared.sampling, prepared.seconds - prepared.sampling
-    reading = world.prices.cpu(laid.reads, laid.bytes_read)
+    reading = laid.priced(world.prices.cpu) + world.prices.cpu(laid.back_reads, laid.back_bytes)
     cores = reading + stages["assemble"] + stages["train"] + prepared.cores
     return ModeCost(
         "rolling", True, laid.remark, prepare_seconds=prepared.seconds,
@@ -130,7 +141,7 @@ def _reading(world: World, laid: Laid) -> dict[str, float]:
     copied = laid.hit_rate * world.asked_bytes * count + laid.record_bytes
     return {
         "bring back": world.busy(laid.back_reads, laid.back_bytes),
-        "read": world.busy(laid.reads - laid.back_reads, laid.bytes_read - laid.back_bytes),
+        "read": laid.priced(world.busy),
         "assemble": copied * world.copy_byte_seconds + world.handing_seconds,
         "train": count * world.train_seconds,
     }
@@ -166,6 +177,7 @@ def _laid(
     model = device_model(world.store.path)
     asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
     count, total = world.batches, max(1.0, sum(asked.values()))
+    half, longest = half_reader_bytes(train_bytes), extent_bytes_max(train_bytes, world.tables.values())
     found: list[tuple[float, ...]] = []
     for name, table in world.tables.items():
         uses, slots = world.uses[name], budget.slots[name]
@@ -173,14 +185,14 @@ def _laid(
         missed = (1 - hit) * uses.batch_rows
         limit = None if disk_bytes is None else disk_bytes * asked[name] / total
         packed = missed if limit is None else min(missed, limit / table.row_bytes / count)
-        run = _runs(packed, count, table, model)
-        left = world.scattered(name, (missed - packed) / max(1.0, uses.batch_rows))
+        run = _runs(packed, count, table, model, longest)
+        left = world.scattered(name, (missed - packed) / max(1.0, uses.batch_rows), half)
         if once and packed:
-            scattered = world.scattered(name, missed / max(1.0, uses.batch_rows))
+            scattered = world.scattered(name, missed / max(1.0, uses.batch_rows), half)
             written = packed * count * table.row_bytes * packed_byte_seconds(model)
             kept = model.busy_seconds(count * left.reads, count * left.bytes_read) + run.seconds + written
             if model.busy_seconds(count * scattered.reads, count * scattered.bytes_read) < kept:
-                packed, run, left = 0.0, _runs(0.0, count, table, model), scattered
+                packed, run, left = 0.0, _runs(0.0, count, table, model, longest), scattered
         held = min(slots, table.rows)
         again = _restored(held, round(back * held), table.row_bytes, model)
         found.append(
@@ -190,11 +202,13 @@ def _laid(
                 packed * count * table.row_bytes, held * table.row_bytes,
                 hit * uses.batch_rows * table.row_bytes,
                 uses.batch_rows * table.row_bytes, left.reads, again.reads, again.bytes_read,
+                run.reads, run.bytes_read,
             )
         )  # fmt: skip
-    bytes_read, reads, packed_bytes, resident_bytes, hits, rows_bytes, based, back_reads, back_bytes = map(
-        sum, zip(*found, strict=True)
-    )
+    (
+        bytes_read, reads, packed_bytes, resident_bytes, hits, rows_bytes, based, back_reads, back_bytes,
+        run_reads, run_bytes,
+    ) = map(sum, zip(*found, strict=True))  # fmt: skip
     records = _record_bytes(world)
     left_there = 1 - packed_bytes / max(1.0, count * (rows_bytes - hits))
     who = "reading them once, or disk=," if once else "disk="
@@ -207,13 +221,13 @@ def _laid(
     return Laid(
         bytes_read + records, reads + count, packed_bytes, resident_bytes, records,
         hits / max(1.0, rows_bytes), False, budget.depth, back_reads, back_bytes,
-        exact or remark,
+        run_reads + count, run_bytes + records, exact or remark,
     )  # fmt: skip
 
 
-def _runs(packed: float, count: int, table: Table, model: DeviceModel) -> Forecast:
-    """Reads of so many packed rows of each mini-batch."""
-    runs = Reads(table.layout, model, EXTENT_BYTES_MAX)
+def _runs(packed: float, count: int, table: Table, model: DeviceModel, longest: int) -> Forecast:
+    """Reads of so many packed rows of each mini-batch, of ``longest`` bytes at most."""
+    runs = Reads(table.layout, model, longest)
     for number in range(count):
         runs.run(int(packed * (number + 1)) - int(packed * number))
     return runs.forecast()
@@ -234,10 +248,13 @@ def _decided(world: World, exact: CompileForecast, depth: int) -> Laid:
     back = [_restored(t["resident_rows"], t["restored_rows"], t["row_bytes"], model) for t in tables]
     reads = sum(t["reads"] for t in tables) + exact.batches + sum(one.reads for one in back)
     bytes_read = exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back)
+    packed = sum(t["packed_rows"] * t["row_bytes"] for t in tables)
+    runs = packed / extent_bytes_max(world.memory_bytes, world.tables.values())
     return Laid(
         bytes_read, reads, exact.disk_bytes, resident, exact.record_bytes,
         hits / max(1, asked), True, depth, sum(one.reads for one in back),
         sum(one.bytes_read for one in back),
+        min(runs, sum(t["reads"] for t in tables)) + exact.batches, packed + exact.record_bytes,
     )  # fmt: skip
 
 

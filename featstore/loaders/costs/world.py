@@ -18,7 +18,7 @@ from featstore.loaders.costs.hits import Uses
 from featstore.loaders.costs.prices import Prices, measured
 from featstore.loaders.costs.seen import Looked
 from featstore.loaders.shares import MemoryShares
-from featstore.plan.budget import own_bytes
+from featstore.plan.budget import TableNeed, own_bytes
 from featstore.plan.cost import DeviceModel
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
@@ -86,10 +86,13 @@ class World:
         with self._reader() as reader:
             return reader.model
 
+    @property
+    def _needs(self) -> list[TableNeed]:
+        return [table_need(t, self.reading["verify"], by_row=False) for t in self.tables.values()]
+
     def _reader(self, memory_bytes: int | None = None) -> Reader:
         """In so much memory; by default in as much as a loader's, so that its reads are as long."""
-        needs = [table_need(t, self.reading["verify"], by_row=False) for t in self.tables.values()]
-        memory = own_bytes(self.memory_bytes, needs) if memory_bytes is None else memory_bytes
+        memory = own_bytes(self.memory_bytes, self._needs) if memory_bytes is None else memory_bytes
         return Reader(
             self.store, tables=list(self.tables), memory=memory, static=None, static_memory=0, **self.reading
         )
@@ -113,14 +116,16 @@ class World:
         """Seconds of the device."""
         return bytes_written * self.model.written_byte_seconds
 
-    def scattered(self, table: str, share: float) -> Scattered:
-        """Reads of the ``share`` of a mini-batch's rows that is wanted least often."""
+    def scattered(self, table: str, share: float, beside_bytes: int | None = None) -> Scattered:
+        """Reads of the ``share`` of a mini-batch's rows that is wanted least often; of a reader that has
+        ``beside_bytes`` for staging and planning, by default what a loader's has."""
         if share <= 0:
             return Scattered(0, 0)
         names, uses = np.unique(np.concatenate(self.seen.ids[table]), return_counts=True)
         reads = bytes_read = 0
         some = self.seen.ids[table][:: -(-self.seen.batches // _PLANNED)]
-        with self._reader() as reader:
+        memory = None if beside_bytes is None else own_bytes(0, self._needs, beside_bytes)
+        with self._reader(memory) as reader:
             for ids in some:
                 plan = reader.plan({table: _least_used(ids, names, uses, share)})
                 reads, bytes_read = reads + plan.reads, bytes_read + plan.bytes_read
