@@ -92,10 +92,10 @@ def measure(method: str, path: str, parts: int, seed: int, passes: int) -> dict[
     tiny = Graph(np.array([0, 1, 2, 3, 4], np.int64), np.array([1, 0, 3, 2], graph.indices.dtype))
     partition(method, tiny, 2, 0, 1)
     if method.startswith("multilevel"):
-        # The tiny graph has no clusters; one of a few hundred nodes runs all the code there is.
-        ring = np.arange(600, dtype=graph.indices.dtype)
-        both = np.stack([np.roll(ring, 1), np.roll(ring, -1)], axis=1).ravel()
-        partition(method, Graph(np.arange(0, 1201, 2), both), 2, 0, 1)
+        # The tiny graph has no clusters; one with more pairs of them than a table holds runs all the code.
+        nodes, degree = 20_000, 16
+        ends = np.random.default_rng(0).integers(0, nodes, nodes * degree).astype(graph.indices.dtype)
+        partition(method, Graph(np.arange(0, nodes * degree + 1, degree), ends), 64, 0, 1)
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     base_bytes = status_bytes("VmRSS")

@@ -301,6 +301,16 @@ def test_failures(call: Call, inputs: Path, tmp_path: Path, options: list[str], 
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_files_given_as_arguments_are_told_their_option(
+    call: Call, inputs: Path, tmp_path: Path, order: tuple[int, int]
+) -> None:
+    rows, out = inputs / "rows.npy", tmp_path / "s"
+    result = call("pack", *((rows, out)[place] for place in order), code=2)
+    assert f"featstore pack {out} --features {rows}" in " ".join(result.stderr.split())
+    assert not out.exists()
+
+
 def test_what_is_there_already(call: Call, inputs: Path, store: Path, tmp_path: Path) -> None:
     assert "already holds a store" in call("pack", store, "--features", inputs / "rows.npy", code=1).stderr
     file = tmp_path / "file"

@@ -23,7 +23,7 @@ _HUB_RANKS = ("degree", "external")
 _PATHS = ("features", "graph", "permutation", "node_keys", "edge_weights", "edge_times")
 
 
-@click.command("pack", context_settings={"show_default": True})
+@click.command("pack", context_settings={"show_default": True, "allow_extra_args": True})
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--features",
@@ -163,6 +163,7 @@ def command(
     Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes
     on with --resume.
     """
+    _check_one_argument(out, click.get_current_context().args)
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite contradict each other")
     own = {
@@ -209,6 +210,19 @@ def command(
     settings().packing = None
     with store:
         _report(store, time.perf_counter() - begin, as_json)
+
+
+def _check_one_argument(out: Path, others: list[str]) -> None:
+    """Who gives the files as arguments, as other commands take them, is told by which option they go."""
+    if not others:
+        return
+    given = [str(out), *others]
+    files = [path for path in given if Path(path).is_file()]
+    made = next((path for path in given if path not in files), "OUT")
+    raise click.UsageError(
+        f"the one argument is the store to make, but there are {', '.join(map(repr, given))}; files go by "
+        f"options, as in: featstore pack {made} --features {files[0] if files else 'x.npy'}"
+    )
 
 
 def array_paths(given: dict[str | None, str]) -> dict[str, str]:
