@@ -9,7 +9,7 @@ are part of what was compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from featstore.base.buffers import ALIGNMENT
 from featstore.compile.limits import SLOTS_MAX
 from featstore.errors import BudgetError
-from featstore.plan.budget import Budget, TableNeed, reader_bytes
+from featstore.plan.budget import Budget, TableNeed, own_bytes, reader_bytes
 from featstore.storage.store import OpenStore, Table
 from featstore.units import multiple_bytes
 
@@ -70,7 +70,6 @@ class LoaderBudget:
     depth: int
     batch_bytes: int
     record_bytes: int
-    reader_bytes: int
     slots: dict[str, int]
     device_slots: dict[str, int]
 
@@ -101,7 +100,7 @@ class LoaderBudget:
             return (
                 depth * (batch + record)
                 + read_together(depth) * record
-                + reader_bytes(memory)
+                + readers_bytes(memory, tables.values())
                 + checksums
                 + (cache_bytes or 0)
             )
@@ -126,23 +125,21 @@ class LoaderBudget:
 
         slots = {t: rows_in(cache, t) for t in tables}
         device = {t: rows_in(device_bytes, t) for t in tables}
-        return cls(memory_bytes, depth, batch, record, reader_bytes(memory_bytes), slots, device)
+        return cls(memory_bytes, depth, batch, record, slots, device)
 
 
-def half_reader_bytes(memory_bytes: int) -> int:
-    """What the reader of the store's tables has for staging and planning in a loader with this budget; that
-    of the compiled trace has the other half."""
-    return reader_bytes(memory_bytes) // 2
+def readers_bytes(memory_bytes: int, tables: Iterable[Table]) -> int:
+    """What the readers of a loader with this budget have for staging and planning, that of the compiled trace
+    one half and that of the store's tables the other: as those of other loaders, or more where rows are
+    large."""
+    least = own_bytes(memory_bytes, [TableNeed(0, 0, table.row_bytes) for table in tables], most=1)
+    return max(reader_bytes(memory_bytes), 2 * least)
 
 
-def extent_bytes_max(memory_bytes: int, tables: Iterable[Table]) -> int:
+def extent_bytes_max(memory_bytes: int, tables: Collection[Table]) -> int:
     """The longest read of either of them."""
     needs = [TableNeed(0, 0, table.row_bytes) for table in tables]
-    half = half_reader_bytes(memory_bytes)
-    try:
-        return Budget.split(half, needs, 0).extent_bytes_max
-    except BudgetError as error:
-        return Budget.split(error.needed_bytes, needs, 0).extent_bytes_max
+    return Budget.split(readers_bytes(memory_bytes, tables) // 2, needs, 0).extent_bytes_max
 
 
 def batch_bytes(rows: int, row_bytes: int) -> int:

@@ -28,7 +28,7 @@ from featstore.compile.segments import Packing, pack_episode
 from featstore.compile.write_records import chunk_path, new_table, table_writer
 from featstore.errors import CorruptionError
 from featstore.layout import TableLayout
-from featstore.plan.budget import reader_bytes
+from featstore.plan.budget import TableNeed, own_bytes
 from featstore.plan.extents import key_bits
 from featstore.reader.reader import Reader
 from featstore.storage.disk import Disk
@@ -48,9 +48,15 @@ def table_needed_bytes(row_bytes: int) -> int:
     """The smallest budget of compiling in which rows of this size can be packed, the base table's reader
     included."""
     inner = memory = segment_plan.needed_bytes(row_bytes)
-    while memory - reader_bytes(memory) < inner:
-        memory = inner + reader_bytes(memory)
+    while memory - packing_reader_bytes(memory, row_bytes) < inner:
+        memory = inner + packing_reader_bytes(memory, row_bytes)
     return memory
+
+
+def packing_reader_bytes(memory_bytes: int, row_bytes: int) -> int:
+    """What of it the base table's reader has for staging and planning: as that of a loader, or more where
+    rows are large."""
+    return own_bytes(memory_bytes, [TableNeed(0, 0, row_bytes)])
 
 
 class TablePacking:
@@ -71,7 +77,7 @@ class TablePacking:
             generation,
         )
         self._packed, self._shared = segments
-        self._reader_bytes = reader_bytes(memory_bytes)
+        self._reader_bytes = packing_reader_bytes(memory_bytes, plan.table.row_bytes)
         self._memory_bytes = memory_bytes - self._reader_bytes
         self._progress, self._save, self._tick = progress, save, tick
         self._row_bytes = plan.table.row_bytes

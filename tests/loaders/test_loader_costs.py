@@ -167,6 +167,8 @@ def test_memory_that_is_needed_is_what_is_needed(store: Any, mode: str) -> None:
         less = store.loader_costs(**how, memory=int(0.6 * needed)).modes[mode]
         assert not less.possible
         assert "memory" in less.reason
+        with pytest.raises(BudgetError), store.loader(mode=mode, memory=int(0.85 * needed), **how) as loader:
+            next(iter(loader))
 
 
 # Prices.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,3 +80,29 @@ def test_the_memory_that_is_named_works_and_much_less_does_not(store: Any, name:
     if "partitions" not in name:  # beside mini-batches what does not depend on them: the reader 3.6 MiB,
         beside = 5 + 4 * ("rolling" in name) + 4 * (named == 2)  # preparing 4.3, the sampler 2.7
         assert memory < 2.1 * rows_bytes + beside * 2**20
+
+
+LARGE = {"compiled": {"disk": "1GiB"}, "compiled, rows left in the store": {"disk": "9MiB"}, "rolling": {}}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_reads_rows_of_a_mebibyte_is_counted_in_too(pack: Any, tmp_path: Path, name: str) -> None:
+    """A reader of such rows needs more than the share that it has of other budgets."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((40, 2**18)).astype(np.float32)
+    batches = [random.permutation(40)[:5] for _ in range(8)]
+    how = {"mode": name.split(",")[0], "name": "large", **LARGE[name]}
+    memory = 1
+    with pack(tmp_path / "s", x) as store:
+        for _ in range(3):  # to hold mini-batches, to decide and pack
+            try:
+                with store.loader(batches, memory=memory, **how) as loader:
+                    for batch, ids in zip(loader, batches, strict=False):
+                        np.testing.assert_array_equal(batch.x, x[ids])
+                break
+            except BudgetError as error:
+                assert error.given_bytes == memory < error.needed_bytes, "it is of all the memory"
+                memory = error.needed_bytes
+        else:
+            pytest.fail("what was named is not enough")
+    assert memory < 60 * 2**20

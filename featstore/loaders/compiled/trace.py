@@ -16,12 +16,11 @@ from featstore.compile.budget import (
     DEPTH_MIN,
     batch_bytes,
     depths_in_groups,
-    half_reader_bytes,
     read_together,
+    readers_bytes,
 )
 from featstore.errors import FormatError, IncompleteStoreError, StaleError
 from featstore.layout.records import Limits
-from featstore.plan.budget import reader_bytes
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import EPOCHS, GATHERED_FEATURE, MANIFEST_NAME, CompiledEntry
@@ -172,7 +171,7 @@ class CompiledTrace:
             slots
             + depth * (self._batch_bytes(group) + record)
             + ASKED_AHEAD * group * record
-            + reader_bytes(self.memory_bytes)
+            + self._readers_bytes
             + sum(self._checksum_bytes())
         )
 
@@ -218,12 +217,17 @@ class CompiledTrace:
         pages = sum(t.layout.pages for t in self._own_tables())
         return 4 * pages, 4 * sum(t.layout.pages for t in self.base_tables())
 
+    @property
+    def _readers_bytes(self) -> int:
+        copies = [self.pack.tables[entry.packed] for entry in self.entry.tables.values()]
+        return readers_bytes(self.memory_bytes, copies)
+
     def open_readers(self, options: dict[str, Any]) -> tuple[Reader, Reader | None]:
         """Readers of the compiled trace and, where some rows were left there, of the base store."""
         check_options(options, READING, "a reader of a compiled trace")
         tables, (own, others) = [t.name for t in self.base_tables()], self._checksum_bytes()
         named = [t.name for t in self._own_tables()]
-        share = half_reader_bytes(self.memory_bytes) if tables else reader_bytes(self.memory_bytes)
+        share = self._readers_bytes // (2 if tables else 1)
         options |= {"static": None, "static_memory": 0, "by_row": True}
         pack = Reader(self.pack, tables=named, memory=share + own, **options)
         try:

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compile.budget import DEPTH_MIN, LoaderBudget, extent_bytes_max, half_reader_bytes
+from featstore.compile.budget import DEPTH_MIN, LoaderBudget, extent_bytes_max, readers_bytes
 from featstore.compile.build import deciding_bytes
 from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.forecast import CompileForecast
 from featstore.compile.placement import Forecast, Reads
 from featstore.compile.segment_plan import packing_sizes
+from featstore.compile.write_table import packing_reader_bytes
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
 from featstore.loaders.rolling import TRAIN_SHARE
-from featstore.plan.budget import reader_bytes
 from featstore.plan.cost import DeviceModel, device_model
 from featstore.plan.extents import Extents, plan_extents
 from featstore.storage.store import Table
@@ -108,9 +108,9 @@ def compiled_cost(world: World, exact: CompileForecast | str | None) -> ModeCost
 
 def rolling_cost(world: World) -> ModeCost:
     """The same, of fresh mini-batches: the next epoch is prepared beside each."""
-    train_bytes = int(world.memory_bytes * TRAIN_SHARE)
+    train_bytes = _train_bytes(world)
     limit = None if world.disk_bytes is None else world.disk_bytes // 2
-    least = _least(world, TRAIN_SHARE)
+    least = world.whole_memory(_least_train_bytes(world) + deciding_bytes(world.tables))
     try:
         laid = _laid(world, train_bytes, limit, None, world.memory_bytes - train_bytes, once=True)
     except BudgetError as error:
@@ -177,7 +177,8 @@ def _laid(
     model = device_model(world.store.path)
     asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
     count, total = world.batches, max(1.0, sum(asked.values()))
-    half, longest = half_reader_bytes(train_bytes), extent_bytes_max(train_bytes, world.tables.values())
+    tables = world.tables.values()
+    half, longest = readers_bytes(train_bytes, tables) // 2, extent_bytes_max(train_bytes, tables)
     found: list[tuple[float, ...]] = []
     for name, table in world.tables.items():
         uses, slots = world.uses[name], budget.slots[name]
@@ -273,17 +274,27 @@ def _sizes(world: World) -> _Counted:
     return _Counted(counts, np.resize(np.array(world.seen.sample_bytes, np.int64), count))
 
 
-def _least(world: World, share: float = 1.0) -> int:
-    """The smallest memory of a loader of mini-batches laid out, which trains in ``share`` of it and prepares
-    in the rest, or in all of it."""
-    train = 1
+def _least(world: World) -> int:
+    """The smallest memory of a loader of mini-batches laid out, which prepares before it trains."""
+    return world.whole_memory(max(_least_train_bytes(world), deciding_bytes(world.tables)))
+
+
+def _least_train_bytes(world: World) -> int:
     try:
         LoaderBudget.split(1, None, 0, world.disk_bytes, _sizes(world), world.tables)
     except BudgetError as error:
-        train = error.needed_bytes
+        return error.needed_bytes
+    return 1
+
+
+def _train_bytes(world: World) -> int:
+    """What a rolling loader trains in: its share, or less where preparing needs the rest, or what it
+    needs."""
+    train = int(world.memory_bytes * TRAIN_SHARE)
     deciding = deciding_bytes(world.tables)
-    rest = deciding if share == 1.0 else int(deciding / (1 - share)) + 1
-    return world.whole_memory(max(int(train / share) + 1, rest))
+    if world.memory_bytes - train < deciding:
+        return max(1, world.memory_bytes - deciding)
+    return min(max(train, _least_train_bytes(world)), world.memory_bytes - deciding)
 
 
 # Preparing.
@@ -303,10 +314,10 @@ class _Prepared:
 
 
 def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
-    inner = memory_bytes - reader_bytes(memory_bytes)
     asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
     total, scanned, reads = max(1.0, sum(asked.values())), 0.0, 0.0
     for name, table in world.tables.items():
+        inner = memory_bytes - packing_reader_bytes(memory_bytes, table.row_bytes)
         sizes = packing_sizes(world.batches, table.row_bytes, inner)
         scanned += sizes.episodes * table.data_bytes if asked[name] / total * laid.packed_bytes > 0 else 0
         reads += scanned / EXTENT_BYTES_MAX
