@@ -1,6 +1,7 @@
 """Our samplers and loader against PyG's own, with its compiled sampler.
 
     python benchmarks/pyg.py --data FOLDER --dir /a/directory/on/the/ssd
+    python benchmarks/pyg.py --data FOLDER --zram   # the store on compressed RAM; takes root
 
 **Samplers**, over the same graph in memory, with the same seeds, one thread each: ours, ours of graphs with
 types over the same edges as one relation, and PyG's compiled one (torch-sparse's ``neighbor_sample``, which
@@ -19,8 +20,11 @@ compiles it for a quarter of an hour), there is nothing to measure against, and 
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +45,11 @@ from harness import (
 )
 from numpy.typing import NDArray
 from peers import fio
-from system import cpu_seconds
+from system import compressed_ram, cpu_seconds
 
 import featstore
 from featstore.errors import BudgetError
+from featstore.measure.calibrate import calibrate
 from featstore.sampling.neighbors import NeighborSampler
 from featstore.sampling.typed import TypedNeighborSampler
 
@@ -245,8 +250,9 @@ def _bound(path: Path, read_bytes: float, settings: Settings) -> float | None:
 @click.command()
 @click.option("--data", "folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
               help="The folder of the real graphs.")  # fmt: skip
+@click.option("--zram", is_flag=True, help="Make a block device of compressed RAM for the store.")
 @shared_options(size="2GiB", quick_size="32MiB", rounds=5)
-def main(settings: Settings, folder: Path | None) -> None:
+def main(settings: Settings, folder: Path | None, zram: bool) -> None:
     """Samplers and NeighborLoader beside PyG's; --size is that of the generated graph's features."""
     try:
         import torch
@@ -255,10 +261,23 @@ def main(settings: Settings, folder: Path | None) -> None:
         note(f"pyg: not measured: {error.name} is not installed; how to: python benchmarks/pyg.py --help")
         return
     torch.set_num_threads(1)
+    with ExitStack() as stack:
+        if zram:
+            at = stack.enter_context(compressed_ram(8 << 30, settings.workspace / "zram"))
+            os.environ["FEATSTORE_CACHE"] = str(at / "cache")
+            settings = replace(settings, workspace=at)
+            calibrate(at)
+        go(settings, folder, zram)
+
+
+def go(settings: Settings, folder: Path | None, zram: bool) -> None:
+    """All of it, in a workspace."""
     nodes = settings.size_bytes // (4 * COLUMNS)
-    report = Report("pyg", "Beside PyG's compiled sampler", {
+    name, where = ("pyg_fast", ", the store on compressed RAM") if zram else ("pyg", "")
+    report = Report(name, f"Beside PyG's compiled sampler{where}", {
         "nodes": nodes, "edges": EDGES_PER_NODE * nodes, "row_bytes": 4 * COLUMNS, "fanouts": list(FANOUTS),
         "loader_fanouts": list(LOADER_FANOUTS), "seeds": SEEDS, "rounds": settings.rounds,
+        "zram": zram,
     }, settings.workspace)  # fmt: skip
     if folder is not None:
         found = np.load(folder / REAL)
