@@ -12,7 +12,7 @@ one.
 
 **Loaders**: an epoch of ``NeighborLoader`` over the generated graph, PyG's with all in memory, and ours from
 a store, with a tenth of the features' bytes as its memory for rows, graph and all else. Beside ours stands
-the bound: what the disk takes for the bytes that were read, at fio's rate for random reads of pages.
+the bound: what the disk takes for the bytes that were read, at fio's rate for random reads of that length.
 
 Without torch-sparse, which no wheel brings (``pip install --no-build-isolation torch-scatter torch-sparse``
 compiles it for a quarter of an hour), there is nothing to measure against, and it says so.
@@ -48,6 +48,7 @@ from peers import fio
 from system import compressed_ram, cpu_seconds
 
 import featstore
+from featstore.base.system import available_cores
 from featstore.errors import BudgetError
 from featstore.measure.calibrate import calibrate
 from featstore.sampling.neighbors import NeighborSampler
@@ -184,8 +185,11 @@ def compare_loaders(report: Report, files: graphs.GraphFiles, settings: Settings
                     if number == 0 and not torch.equal(batch.x, features[batch.n_id]):
                         raise AssertionError("rows that are not the source's")
                 seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu_begin
-                read = 0 if report is None else report().bytes_read - before.bytes_read
-                return Sample(rows, seconds, cpu, {"bytes_read": read})
+                after = None if report is None else report()
+                read, reads = (0, 0) if after is None else (
+                    after.bytes_read - before.bytes_read, after.reads - before.reads
+                )  # fmt: skip
+                return Sample(rows, seconds, cpu, {"bytes_read": read, "reads": reads})
 
             contenders = [
                 Contender("featstore, from the store", "rows/s", "direct I/O",
@@ -197,7 +201,8 @@ def compare_loaders(report: Report, files: graphs.GraphFiles, settings: Settings
     report.series += series.values()
     mine, other = series.values()
     read = float(np.median([s.extra["bytes_read"] for s in mine.samples]))
-    bound = _bound(path, read, settings)
+    reads = float(np.median([s.extra["reads"] for s in mine.samples]))
+    bound = _bound(path, read, reads, settings)
     rows = [
         [one.name, f"{np.median([s.seconds for s in one.samples]):.2f}",
          f"{np.median([s.extra['bytes_read'] for s in one.samples]) / 1e6:,.0f}",
@@ -238,13 +243,18 @@ def _that_works(store: featstore.Store, memory_bytes: int, same: dict[str, Any])
             memory_bytes = error.needed_bytes
 
 
-def _bound(path: Path, read_bytes: float, settings: Settings) -> float | None:
-    """Seconds that fio takes for so many bytes in pages of 4 KiB."""
+def _bound(path: Path, read_bytes: float, reads: float, settings: Settings) -> float | None:
+    """Seconds that fio takes for so many bytes in reads as long as these are on the average, by its best
+    number of processes."""
     if not fio.available() or not read_bytes:
         return None
     files = sorted(one for one in path.rglob("*") if one.is_file() and one.stat().st_size > 2**20)
-    rate = fio.random_read(files, settings.seconds, depth=DEPTH)
-    return read_bytes / rate.bytes_per_second
+    length = max(1, round(read_bytes / reads / 4096)) * 4096
+    rates = [
+        fio.random_read(files, settings.seconds, block_bytes=length, depth=DEPTH, processes=count)
+        for count in (1, available_cores())
+    ]
+    return read_bytes / max(rate.bytes_per_second for rate in rates)
 
 
 @click.command()
