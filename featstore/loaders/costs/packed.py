@@ -25,6 +25,7 @@ from featstore.compile.segment_plan import packing_sizes
 from featstore.compile.write_table import packing_reader_bytes
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
+from featstore.loaders.costs.prices import Curve, Prices
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
 from featstore.loaders.rolling import TRAIN_SHARE
@@ -37,6 +38,8 @@ _RECORD_BYTES_PER_ID = 12  # of a row in a record, about
 # Of a core, to compile: for each id (scanning, schedule, placement, records), for each mini-batch (its record
 # and pages), and for each episode (its files).
 _ID_SECONDS, _BATCH_SECONDS, _EPISODE_SECONDS = 60e-9, 0.4e-3, 0.05
+_RECORDED_BYTE_SECONDS = 1.8e-9  # of a core, for a byte of a trace: hashed, checked and written,
+_PACKED_BYTE_SECONDS = 0.8e-9  # and for one of what is packed: checked and written
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,25 @@ class Laid:
     back_bytes: float
     run_reads: float  # and those of packed rows and records, which lie together
     run_bytes: float
+    prices: Prices
     remark: str = ""
 
     @property
     def disk_bytes(self) -> float:
         return self.packed_bytes + self.resident_bytes + self.record_bytes
 
-    def priced(self, price: Callable[[float, float], float]) -> float:
-        """Seconds of what is read of mini-batches, at the price of (reads, bytes). Of runs all that is read
-        is wanted, checked and copied: they are as the longest reads whose price was measured, whatever their
+    def priced(self, curve_of: Callable[[Prices], Curve]) -> float:
+        """Seconds of what is read of mini-batches, by the clock or of the cores. Of runs all that is read is
+        wanted, checked and copied: they are as the longest reads whose price was measured, whatever their
         length."""
         reads = self.reads - self.back_reads - self.run_reads
         byte_count = self.bytes_read - self.back_bytes - self.run_bytes
-        return price(reads, byte_count) + price(0, self.run_bytes)
+        curve = curve_of(self.prices)
+        return curve.of(reads, byte_count) + curve.of(0, self.run_bytes)
+
+    def reading_cores(self) -> float:
+        """Seconds of the cores for all that is read."""
+        return self.priced(lambda p: p.cores) + self.prices.cpu(self.back_reads, self.back_bytes)
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ def compiled_cost(world: World, exact: CompileForecast | str | None) -> ModeCost
         return _no_room("compiled", world, laid.disk_bytes, _least(world))
     stages = _reading(world, laid)
     prepared = _prepared(world, laid, world.memory_bytes)
-    reading = laid.priced(world.prices.cpu) + world.prices.cpu(laid.back_reads, laid.back_bytes)
+    reading = laid.reading_cores()
     cores = reading + stages["assemble"] + stages["train"]
     return ModeCost(
         "compiled", True, laid.remark, "repeats the mini-batches of epoch 0",
@@ -121,7 +130,7 @@ def rolling_cost(world: World) -> ModeCost:
     stages = _reading(world, laid)
     prepared = _prepared(world, laid, world.memory_bytes - train_bytes)
     stages["sample"], stages["prepare"] = prepared.sampling, prepared.seconds - prepared.sampling
-    reading = laid.priced(world.prices.cpu) + world.prices.cpu(laid.back_reads, laid.back_bytes)
+    reading = laid.reading_cores()
     cores = reading + stages["assemble"] + stages["train"] + prepared.cores
     return ModeCost(
         "rolling", True, laid.remark, prepare_seconds=prepared.seconds,
@@ -141,7 +150,7 @@ def _reading(world: World, laid: Laid) -> dict[str, float]:
     copied = laid.hit_rate * world.asked_bytes * count + laid.record_bytes
     return {
         "bring back": world.busy(laid.back_reads, laid.back_bytes),
-        "read": laid.priced(world.busy),
+        "read": laid.priced(lambda p: p.clock),
         "assemble": copied * world.copy_byte_seconds + world.handing_seconds,
         "train": count * world.train_seconds,
     }
@@ -222,7 +231,7 @@ def _laid(
     return Laid(
         bytes_read + records, reads + count, packed_bytes, resident_bytes, records,
         hits / max(1.0, rows_bytes), False, budget.depth, back_reads, back_bytes,
-        run_reads + count, run_bytes + records, exact or remark,
+        run_reads + count, run_bytes + records, world.prices_beside(half if based else None), exact or remark,
     )  # fmt: skip
 
 
@@ -256,6 +265,7 @@ def _decided(world: World, exact: CompileForecast, depth: int) -> Laid:
         hits / max(1, asked), True, depth, sum(one.reads for one in back),
         sum(one.bytes_read for one in back),
         min(runs, sum(t["reads"] for t in tables)) + exact.batches, packed + exact.record_bytes,
+        world.prices_beside(None),
     )  # fmt: skip
 
 
@@ -325,12 +335,14 @@ def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
     trace = 8 * ids + world.batches * float(np.mean(world.seen.sample_bytes))
     written = trace + laid.disk_bytes
     device = world.busy(reads, scanned) + world.written(written)
-    sampling = world.batches * world.seen.batch_seconds
+    recording = trace * _RECORDED_BYTE_SECONDS
+    sampling = world.batches * world.seen.batch_seconds + recording
     deciding = ids * _ID_SECONDS + world.batches * _BATCH_SECONDS + _EPISODE_SECONDS
     copying = (laid.packed_bytes + laid.record_bytes) * world.copy_byte_seconds
+    packing = copying + laid.disk_bytes * _PACKED_BYTE_SECONDS
     reading = world.prices.cpu(reads, scanned)
-    cores = world.batches * world.seen.batch_cpu_seconds + reading + deciding + copying
-    seconds = sampling + deciding + max(device, copying)
+    cores = world.batches * world.seen.batch_cpu_seconds + recording + reading + deciding + packing
+    seconds = sampling + deciding + max(device, packing)
     return _Prepared(seconds, sampling, device, cores, scanned, written)
 
 

@@ -108,6 +108,12 @@ class World:
         with self._reader(memory_bytes) as reader:
             return measured(reader, self.tables[name], [ids for ids in self.seen.ids[name] if len(ids)])
 
+    def prices_beside(self, beside_bytes: int | None) -> Prices:
+        """The same of a reader that has so much for staging and planning; by default what a loader's has."""
+        if beside_bytes is None:
+            return self.prices
+        return self.prices_in(own_bytes(0, self._needs, beside_bytes))
+
     def busy(self, reads: float, bytes_read: float) -> float:
         """Seconds of the device."""
         return self.prices.busy(reads, bytes_read)
