@@ -13,7 +13,8 @@ the rest:
    once more, as far as clusters may grow, which leaves METIS a tenth of the work and cuts no worse.
 3. *Cut* the weighted coarse graph by METIS, by recursive bisection: with some eight vertices to a part its
    k-way method has nothing to coarsen, and takes three times as long to cut as well. It refines once where it
-   would ten times, for single nodes are moved after it: a quarter less time, and cuts that differ by 0.2 %.
+   would ten times, for single nodes are moved after it: a fifth to a quarter less time, and
+   cuts that differ by 0.2 %.
 4. *Refine.* Nodes take the part of their cluster, and nine passes of LDG, at low heat, move single nodes.
    The score of a part is eased (it vanishes a little above the capacity), which lets sizes differ where that
    saves edges. The first pass brings METIS's parts down to the capacity.

@@ -379,8 +379,8 @@ def test_another_seed_gives_other_parts() -> None:
 
 
 def test_a_mesh_is_cut_as_metis_cuts_it_even_in_little_memory() -> None:
-    """Means of three seeds: single ones differ by five percent."""
-    graph, seeds = mesh(200), range(3)
+    """Means of six seeds: single ones differ by five percent, those of three by two."""
+    graph, seeds = mesh(200), range(6)
     metis = np.mean([edge_cut(graph, metis_partition(graph, 32, seed)) for seed in seeds])
     ldg = edge_cut(graph, ldg_partition(graph, 32, seed=0))
     least = multilevel_memory_bytes(40_000, 32, 1 << 12)
@@ -389,7 +389,7 @@ def test_a_mesh_is_cut_as_metis_cuts_it_even_in_little_memory() -> None:
         for how in ({"memory_bytes": PLENTY}, {"memory_bytes": least, "block_edges": 1 << 12})
     )
     assert roomy < 1.2 * metis < 0.5 * ldg
-    assert tight < 1.3 * metis
+    assert tight < 1.25 * metis
 
 
 @pytest.mark.parametrize(("size", "inside"), [(100, 0.8), (500, 0.7)])

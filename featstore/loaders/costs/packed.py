@@ -260,12 +260,13 @@ def _decided(world: World, exact: CompileForecast, depth: int) -> Laid:
     bytes_read = exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back)
     packed = sum(t["packed_rows"] * t["row_bytes"] for t in tables)
     runs = packed / extent_bytes_max(world.memory_bytes, world.tables.values())
+    half = readers_bytes(world.memory_bytes, world.tables.values()) // 2
     return Laid(
         bytes_read, reads, exact.disk_bytes, resident, exact.record_bytes,
         hits / max(1, asked), True, depth, sum(one.reads for one in back),
         sum(one.bytes_read for one in back),
         min(runs, sum(t["reads"] for t in tables)) + exact.batches, packed + exact.record_bytes,
-        world.prices_beside(None),
+        world.prices_beside(half if any(t["base_rows"] for t in tables) else None),
     )  # fmt: skip
 
 
