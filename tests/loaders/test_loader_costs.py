@@ -21,7 +21,7 @@ from featstore.loaders.costs import packed as packed_module
 from featstore.loaders.costs.choose import FASTER, choice
 from featstore.loaders.costs.hits import Uses
 from featstore.loaders.costs.popularity import learn
-from featstore.loaders.costs.prices import Pattern, measured, prices
+from featstore.loaders.costs.prices import Pattern, measured, prices, without_requests
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.options import MODES
 from featstore.tiers.slots.simulation import simulate
@@ -185,6 +185,14 @@ def test_prices_give_back_what_was_measured() -> None:
     assert found.busy(10, 10 * runs.bytes_read) == pytest.approx(0.08)
     assert found.busy(0, 0) == 0
     assert found.busy(1, 2048) == pytest.approx(50e-6 - 2048 * 10e-6 / 16384), "shorter than any"
+
+
+def test_asking_for_runs_one_by_one_is_not_a_price_of_theirs() -> None:
+    """Readers of runs ask for many at once; and what is left is never nothing."""
+    runs = Pattern(16, 8_000_000, 0.008, 0.002, requests=8)
+    assert without_requests(runs, 1e-4).cpu_seconds == pytest.approx(0.0012)
+    assert without_requests(runs, 1.0).cpu_seconds == pytest.approx(0.001)
+    assert without_requests(runs._replace(requests=0), 1e-4) == runs._replace(requests=0)
 
 
 @pytest.mark.parametrize(

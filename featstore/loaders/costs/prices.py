@@ -88,13 +88,14 @@ class Prices(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Requests that were read: how many reads and bytes that were, and seconds by the clock and of the
-    cores."""
+    """Requests that were read: how many reads and bytes that were, seconds by the clock and of the cores, and
+    how many requests."""
 
     reads: float
     bytes_read: float
     seconds: float
     cpu_seconds: float
+    requests: int = 0
 
 
 def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> Prices:
@@ -124,7 +125,15 @@ def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> 
     rounds = [[way(number) for way in ways] for number in range(_ROUNDS)]
     one = (table.row_bytes, _ask(reader.submit, table, ids[0][:1]))
     few = _read(reader, table.row_bytes, repeat(one), _REQUESTS, 0.0)
-    return prices([_median(way) for way in zip(*rounds, strict=True)], few.cpu_seconds / _REQUESTS)
+    request = few.cpu_seconds / _REQUESTS
+    of_rows, of_sparse, of_runs = (_median(way) for way in zip(*rounds, strict=True))
+    return prices([of_rows, of_sparse, without_requests(of_runs, request)], request)
+
+
+def without_requests(pattern: Pattern, request_cpu_seconds: float) -> Pattern:
+    """Runs were asked for one by one, whose readers ask for many at once."""
+    asking = min(pattern.requests * request_cpu_seconds, pattern.cpu_seconds / 2)
+    return pattern._replace(cpu_seconds=pattern.cpu_seconds - asking)
 
 
 def _parts_of(
@@ -188,13 +197,16 @@ def _read(
     memory = [np.ones(bytes_max, np.uint8) for _ in range(EXTRACTED)]
     before, begin, cpu = reader.stats(), time.perf_counter(), time.process_time()
     under_way: deque[Request] = deque()
+    requests = 0
     for number, (byte_count, submit) in enumerate(asked):
         if number >= least and time.perf_counter() - begin >= seconds:
             break
         if len(under_way) == EXTRACTED:
             under_way.popleft().result()
         under_way.append(submit(memory[number % EXTRACTED][:byte_count]))
+        requests += 1
     for request in under_way:
         request.result()
     wall, cpu, after = time.perf_counter() - begin, time.process_time() - cpu, reader.stats()
-    return Pattern(after.reads - before.reads, after.bytes_read - before.bytes_read, wall, cpu)
+    reads, bytes_read = after.reads - before.reads, after.bytes_read - before.bytes_read
+    return Pattern(reads, bytes_read, wall, cpu, requests)
