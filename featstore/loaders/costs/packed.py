@@ -40,8 +40,8 @@ _RECORD_BYTES_PER_ID = 12  # of a row in a record, about
 _ID_SECONDS, _BATCH_SECONDS, _EPISODE_SECONDS = 60e-9, 0.4e-3, 0.05
 _RECORDED_BYTE_SECONDS = 1.8e-9  # of a core, for a byte of a trace: hashed, checked and written,
 _PACKED_BYTE_SECONDS = 0.8e-9  # and for one of what is packed: checked and written
-# What reads ask of cores that prepare meanwhile, over what they ask of idle ones: caches are shared. Measured on
-# two cores that both were busy: 1.2 to 1.25, of which one thread that sorts makes 1.06.
+# What reads ask of cores that prepare meanwhile, over what they ask of idle ones: caches are shared. Measured
+# where both of two cores were busy: 1.2 to 1.25, of which one thread that sorts makes 1.06.
 _BESIDE_PREPARING = 1.2
 
 
