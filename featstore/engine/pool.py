@@ -54,7 +54,7 @@ from featstore.units import PAGE_BYTES
 
 THREADS_MAX = 32
 MAPPED_THREADS_MAX = 8
-_AT_ONCE, _SMALL_PAGES = 64, 8  # mapped extents that a thread takes together, and what they have at most
+_AT_ONCE, _PAGES_AT_ONCE = 64, 128  # mapped extents, and about how many pages, that a thread takes together
 _SHORT_ROW_BYTES = 1024  # up to here rows are fetched before they are copied
 _EXTENTS_AHEAD = 3  # of which one line is fetched, so that the processor knows by then where the page is
 
@@ -156,7 +156,7 @@ def _mapped_at(lane: Any, extent: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: NDArray[np.int64]) -> None:
-    """Take small extents of a lane of keys, so many at once, until there are none: what a clock and a counter
+    """Take extents of a lane of keys, so many at once, until there are none: what a clock and a counter
     shared by threads cost is spread over them, and each can be fetched into the caches while those before it
     are verified or copied."""
     extents = load_i64(lane + L.EXTENTS * 8)
@@ -243,11 +243,12 @@ class PoolEngine(Engine):
             k = self._free.pop()
         try:
             scratch, counters = address_of(self._scratch[k]), self._counters[k]
-            small = self.mapped and not lane.fields[L.SPANS] and lane.extent_pages_max <= _SMALL_PAGES
-            if small:
-                at_once = max(1, min(_AT_ONCE, lane.extents // (4 * self.threads)))
+            by_key = self.mapped and not lane.fields[L.SPANS]
+            if by_key:
+                fitting = _PAGES_AT_ONCE * lane.extents // max(1, lane.pages)
+                at_once = max(1, min(_AT_ONCE, fitting, lane.extents // (4 * self.threads)))
                 _take_mapped(lane.address, at_once, CLOCK_GETTIME, scratch, counters)
-            if not small or not lane.extents:  # what reads nothing loads both
+            if not by_key or not lane.extents:  # what reads nothing loads both
                 staging = address_of(self._staging) + k * self.extent_bytes_max
                 _work(
                     lane.address, self.mapped, staging, _PREAD, _ERRNO, CLOCK_GETTIME, scratch, counters

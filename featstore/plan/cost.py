@@ -155,6 +155,15 @@ def device_model(path: str | os.PathLike[str]) -> DeviceModel:
     return load_model(device_key(path, engine, "direct"))
 
 
+def reading_model(
+    path: str | os.PathLike[str], engine: str, access: str, given: DeviceModel | None
+) -> DeviceModel:
+    """What a reader of ``path`` plans by: the model that it was given, or that of the device. Pages of a
+    mapping that nobody looks at are not read: there no gap is worth bridging, whatever was measured."""
+    model = given or load_model(device_key(path, engine, access))
+    return msgspec.structs.replace(model, gap_pages=0) if access == "mapped" else model
+
+
 def load_models() -> dict[str, DeviceModel]:
     """All calibrated models, by key. A file that cannot be read as such raises FormatError with its path."""
     path = models_path()

@@ -40,7 +40,7 @@ from featstore.engine.files import Access
 from featstore.engine.request import Request
 from featstore.errors import ClosedError, NotInMemoryError
 from featstore.plan.budget import Budget
-from featstore.plan.cost import DeviceModel, device_key, load_model
+from featstore.plan.cost import DeviceModel, reading_model
 from featstore.plan.extents import cut_extents, plan_extents
 from featstore.reader.feeder import Feeder, MakeLane
 from featstore.reader.lookup import NONE, Part, TableState, find_small, held_rows, table_need
@@ -138,7 +138,7 @@ class Reader(Shown):
             for name in names:
                 self._states[name] = TableState(store.table(name), verify, access, by_row)
             self.access, self.access_because = self._access(access)
-            self.model = model or load_model(device_key(store.path, self.engine.name, self.access))
+            self.model = reading_model(store.path, self.engine.name, self.access, model)
             self.queue_depth, self._threads = queue_depth, threads
             self._start_process()
             self._fill_static(static)

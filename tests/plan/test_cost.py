@@ -6,10 +6,12 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import featstore
 from featstore.errors import FormatError
 from featstore.plan import cost
 from featstore.plan.cost import (
@@ -138,3 +140,20 @@ def test_models_of_before_are_read_and_not_taken(monkeypatch: pytest.MonkeyPatch
     models_path().write_text(json.dumps({old: model}))
     assert load_models() == {old: DeviceModel(1e-5, 1e-9, 0.0)}
     assert device_model(tmp_path) is DEFAULT
+
+
+@pytest.mark.parametrize("engine", ["threads", "mmap"])
+def test_through_mappings_no_gap_is_read(engine: str, tmp_path: Path) -> None:
+    """Pages that nobody looks at are not read there, whatever a calibration found: every second page is an
+    extent of its own, where another engine reads through them."""
+    rows = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)  # a page each
+    model = DeviceModel(read_seconds=1e-5, byte_seconds=1e-9, request_seconds=0.0, gap_pages=8)
+    with (
+        featstore.pack(tmp_path / "store", rows) as store,
+        store.reader(memory="16MiB", static=None, engine=engine, model=model) as reader,
+    ):
+        ids = np.arange(0, 64, 2)
+        reads = reader.plan(ids).reads
+        assert reads == 32 if engine == "mmap" else reads < 8
+        assert np.array_equal(reader.read(ids), rows[ids])
+        assert reader.stats().reads == reads
