@@ -54,7 +54,7 @@ from featstore.units import PAGE_BYTES
 
 THREADS_MAX = 32
 MAPPED_THREADS_MAX = 8
-_AT_ONCE, _PAGES_AT_ONCE = 64, 128  # mapped extents, and about how many pages, that a thread takes together
+_AT_ONCE, _PAGES_AT_ONCE = 128, 128  # mapped extents, and about how many pages, that a thread takes together
 _SHORT_ROW_BYTES = 1024  # up to here rows are fetched before they are copied
 _EXTENTS_AHEAD = 3  # of which one line is fetched, so that the processor knows by then where the page is
 

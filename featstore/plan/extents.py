@@ -335,9 +335,16 @@ def plan_runs(
     first, last = np.concatenate([[True], ~follows]), np.concatenate([~follows, [True]])
     begin, end, to = begin[first], end[last], to[first]
     file_bytes, step = layout.pages_per_chunk * PAGE_BYTES, extent_bytes_max // PAGE_BYTES * PAGE_BYTES
-    spans = np.concatenate(
-        [_cut(*run, file_bytes, step) for run in zip(begin.tolist(), end.tolist(), to.tolist(), strict=True)]
+    long = (begin // file_bytes != (end - 1) // file_bytes) | (
+        begin % file_bytes // step != (end - 1) % file_bytes // step
     )
+    spans = np.stack([begin, end, to], axis=1)
+    if long.any():
+        cuts = [_cut(*span, file_bytes, step) for span in spans[long].tolist()]
+        counts = np.ones(len(spans), np.int64)
+        counts[long] = [len(one) for one in cuts]
+        spans = np.repeat(spans, counts, axis=0)
+        spans[np.repeat(long, counts)] = np.concatenate(cuts)
     page = spans[:, 0] // PAGE_BYTES
     pages = (-(-spans[:, 1] // PAGE_BYTES) - page).astype(np.int32)
     return RunExtents(page, pages, spans)

@@ -124,7 +124,7 @@ class NodeKeys:
         given = parse_ids(ids)
         values = given.values.reshape(-1)
         check_ids(values, self._nodes, self.table)
-        found = [self._keys(piece).array() for piece in self._pieces(values)]
+        found = [block.array() for _, block in self._blocks(values)]
         whole = np.concatenate(found) if found else np.empty(0, object if self.kind == _STRINGS else np.int64)
         return whole.reshape(given.shape)
 
@@ -138,23 +138,23 @@ class NodeKeys:
         found: NDArray[Any] = self._reader.read_runs({name: runs})[name]
         return found
 
-    def _pieces(self, ids: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """The ids in pieces whose keys fit the memory."""
+    def _blocks(self, ids: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], KeyBlock]]:
+        """The ids in pieces whose keys fit the memory, and these."""
         for low in range(0, len(ids), self._piece):
             piece = ids[low : low + self._piece]
             if self.kind != _STRINGS:
-                yield piece
+                yield piece, KeyBlock(self._read("values", piece))
                 continue
-            begins, ends = self._strings(piece)
+            begins, ends = self._cuts(piece)
             sizes = np.cumsum(ends - begins)
             done = 0
             while done < len(piece):
                 limit = (int(sizes[done - 1]) if done else 0) + self._key_bytes
                 end = max(done + 1, int(np.searchsorted(sizes, limit, side="right")))
-                yield piece[done:end]
+                yield piece[done:end], self._strings(begins[done:end], ends[done:end])
                 done = end
 
-    def _strings(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _cuts(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the strings of some nodes begin and end."""
         ends = self._read("offsets", np.concatenate([ids, ids + 1]))
         begins, ends = ends[: len(ids)], ends[len(ids) :]
@@ -165,24 +165,19 @@ class NodeKeys:
             )
         return begins, ends
 
-    def _keys(self, ids: NDArray[np.int64]) -> KeyBlock:
-        """The keys of some nodes."""
-        if self.kind != _STRINGS:
-            return KeyBlock(self._read("values", ids))
-        distinct, places = np.unique(ids, return_inverse=True)
-        begins, ends = self._strings(distinct)
-        new = np.ones(
-            len(distinct), bool
-        )  # ascending ids need not have ascending strings in a stranger's file
+    def _strings(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> KeyBlock:
+        """The strings that are cut so, which may be the same or overlap."""
+        cuts, places = np.unique(np.stack([begins, ends], axis=1), axis=0, return_inverse=True)
+        begins, ends = cuts[:, 0], cuts[:, 1]
+        new = np.ones(len(cuts), bool)
         new[1:] = (begins[1:] < ends[:-1]) | (begins[1:] - ends[:-1] > _GAP_BYTES)
         first = np.flatnonzero(new)
-        last = np.append(first[1:], len(distinct)) - 1
+        last = np.append(first[1:], len(cuts)) - 1
         runs = np.stack([begins[first], ends[last]], axis=1)
         data = self._runs("values", runs) if len(first) else np.empty(0, np.uint8)
         at = np.cumsum(runs[:, 1] - runs[:, 0]) - (runs[:, 1] - runs[:, 0])
-        run = np.cumsum(new) - 1
-        shift = (at - runs[:, 0])[run]
-        return _cut(data, begins + shift, ends + shift).take(places)
+        shift = (at - runs[:, 0])[np.cumsum(new) - 1]
+        return _cut(data, begins + shift, ends + shift).take(places.reshape(-1))
 
     def _found(self, wanted: KeyBlock) -> NDArray[np.int64]:
         """The nodes of some keys, -1 for those of none."""
@@ -196,8 +191,8 @@ class NodeKeys:
             ids = self._read("ids", places).astype(np.int64)
             check_range(ids, self._nodes, f"an id of the index of the keys of {self._where()}")
             done = 0
-            for piece in self._pieces(ids):
-                stored, stored_ends = self._keys(piece).as_bytes()
+            for piece, block in self._blocks(ids):
+                stored, stored_ends = block.as_bytes()
                 own = which[done : done + len(piece)]
                 match_keys(stored, stored_ends, piece, own, bounds, data, ends, order, out)
                 done += len(piece)
@@ -218,9 +213,10 @@ class NodeKeys:
         if ((begins < 0) | (ends < begins) | (ends > self._nodes)).any():
             raise FormatError(f"the index of the keys of {self._where()} is none: run featstore verify")
         for runs in _cut_runs(begins, ends, 16 * self._piece):
-            there = self._runs("hashes", runs)
             lengths = runs[:, 1] - runs[:, 0]
-            places = np.arange(len(there)) + np.repeat(runs[:, 0] - (np.cumsum(lengths) - lengths), lengths)
+            ends = np.cumsum(lengths)
+            places = np.arange(ends[-1]) + np.repeat(runs[:, 0] - (ends - lengths), lengths)
+            there = self._read("hashes", places)
             which = np.minimum(np.searchsorted(hashes, there), len(hashes) - 1)
             hit = np.flatnonzero(hashes[which] == there)
             for low in range(0, len(hit), self._piece):
