@@ -340,7 +340,7 @@ def plan_runs(
     )
     spans = np.stack([begin, end, to], axis=1)
     if long.any():
-        cuts = [_cut(*span, file_bytes, step) for span in spans[long].tolist()]
+        cuts = [_cut(low, high, at, file_bytes, step) for low, high, at in spans[long].tolist()]
         counts = np.ones(len(spans), np.int64)
         counts[long] = [len(one) for one in cuts]
         spans = np.repeat(spans, counts, axis=0)
