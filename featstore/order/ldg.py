@@ -29,6 +29,7 @@ of threads, on any machine. Ties go to the lower part number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,18 +85,18 @@ def next_random(random: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def best_part(
-    old: int, sizes: Any, moved: Any, counts: Any, touched: Any, touched_count: int, random: Any,
+    old: int, base: int, sizes: Any, moved: Any, counts: Any, touched: Any, touched_count: int, random: Any,
     chunks: int, capacity: int, heat: float, full: float,
 ) -> int:  # fmt: skip
     """The part with room that scores best among those of a node's neighbours, or -1; clears ``counts``. Part
-    p had ``sizes[p]`` nodes, ``moved[p]`` came since by this chunk (the node itself has left), and about as
-    many by each of the other ``chunks``."""
+    p had ``sizes[base + p]`` nodes of this one's group, ``moved[base + p]`` came since by this chunk (the
+    node itself has left), and about as many by each of the other ``chunks``."""
     best = -1
     best_score = 0.0
     for i in range(touched_count):
         p = touched[i]
-        own = moved[p] + (p == old)
-        size = sizes[p] + moved[p] + (chunks - 1) * own * abs(own) / (abs(own) + SURE_MOVES)
+        own = moved[base + p] + (p == old)
+        size = sizes[base + p] + moved[base + p] + (chunks - 1) * own * abs(own) / (abs(own) + SURE_MOVES)
         score = counts[p] * (1.0 - size / full)
         counts[p] = 0
         if size >= capacity:
@@ -111,43 +112,52 @@ def best_part(
 
 
 @njit(cache=True, nogil=True)
-def part_with_room(sizes: Any, moved: Any, random: Any, capacity: int, state: Any) -> Any:
+def part_with_room(
+    base: Any, parts: Any, sizes: Any, moved: Any, random: Any, capacity: int, state: Any
+) -> Any:  # fmt: skip
     """The emptiest of a few random parts; where all of them are full, the next with room after the cursor."""
     best = np.int64(0)
     best_size = np.int64(capacity)
     for _ in range(DRAWS):
-        p = np.int64((next_random(random) >> np.uint64(20)) % np.uint64(sizes.size))
-        if sizes[p] + moved[p] < best_size:
+        p = np.int64((next_random(random) >> np.uint64(20)) % np.uint64(parts))
+        if sizes[base + p] + moved[base + p] < best_size:
             best = p
-            best_size = sizes[p] + moved[p]
+            best_size = sizes[base + p] + moved[base + p]
     if best_size < capacity:
         return best
-    while sizes[state[_CURSOR]] + moved[state[_CURSOR]] >= capacity:
-        state[_CURSOR] = (state[_CURSOR] + 1) % sizes.size
+    while sizes[base + state[_CURSOR]] + moved[base + state[_CURSOR]] >= capacity:
+        state[_CURSOR] = (state[_CURSOR] + 1) % parts
     return np.int64(state[_CURSOR])
 
 
 @njit(cache=True, nogil=True)
 def ldg_chunk(
     indptr: Any, block: Any, first_edge: int, begin: int, end: int, first_node: int, before: Any, part: Any,
-    sizes: Any, moved: Any, counts: Any, touched: Any, state: Any, random: Any, chunks: int, capacity: int,
-    heat: float, full: float,
+    groups: Any, sizes: Any, moved: Any, counts: Any, touched: Any, state: Any, random: Any, chunks: int,
+    capacities: Any, heat: float, ease: float,
 ) -> int:  # fmt: skip
     """One block of edges of a chunk, nodes ``begin`` to ``end``: moves every node whose last edge is in it.
     The first bad position in the block, or -1.
 
     ``part`` int32 [nodes], -1 = not yet; ``before`` int32 [nodes of the batch], what it was for them, from
-    ``first_node`` on, when the batch began; ``sizes`` int64 [parts], of that time; ``moved``, ``counts``
-    int64 [parts], zeros; ``touched`` int32 [parts]; ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1]. At
-    ``full`` nodes, at least ``capacity``, a part scores nothing. A node in a part that holds too many leaves
-    it, if need be for any other.
+    ``first_node`` on, when the batch began; ``groups`` int64 [groups + 1], the first node of each;
+    ``sizes`` int64 [groups * parts], of that time; ``moved`` the same, zeros; ``counts`` int64 [parts],
+    zeros; ``touched`` int32 [parts]; ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1]; ``capacities``
+    int64 [groups]. At ``ease`` times its capacity, at least 1, a part scores nothing. A node in a part that
+    holds too many leaves it, if need be for any other.
     """
     nodes = part.size
     address = part.ctypes.data
     end_edge = first_edge + block.size
     node = state[_NODE]
     touched_count = state[_TOUCHED]
+    parts = counts.size
+    group, group_end, base, capacity, full = -1, np.int64(0), 0, np.int64(0), 0.0
     while node < end:
+        while node >= group_end:
+            group += 1
+            group_end, base, capacity = groups[group + 1], group * parts, capacities[group]
+            full = ease * capacity
         for edge in range(max(indptr[node], first_edge), min(indptr[node + 1], end_edge)):
             if edge + PREFETCH_EDGES < end_edge:
                 prefetch(address + 4 * np.int64(block[edge - first_edge + PREFETCH_EDGES]))
@@ -170,44 +180,52 @@ def ldg_chunk(
             break
         old = np.int64(part[node])
         if old >= 0:
-            moved[old] -= 1
-        new = np.int64(
-            best_part(old, sizes, moved, counts, touched, touched_count, random, chunks, capacity, heat, full)
-        )
+            moved[base + old] -= 1
+        new = np.int64(best_part(
+            old, base, sizes, moved, counts, touched, touched_count, random, chunks, capacity, heat, full
+        ))  # fmt: skip
         touched_count = 0
         if new < 0:
-            fits = old >= 0 and sizes[old] + moved[old] < capacity
-            new = old if fits else part_with_room(sizes, moved, random, capacity, state)
-        moved[new] += 1
+            fits = old >= 0 and sizes[base + old] + moved[base + old] < capacity
+            new = old if fits else part_with_room(base, parts, sizes, moved, random, capacity, state)
+        moved[base + new] += 1
         part[node] = new
         node += 1
     state[_NODE] = node
     state[_TOUCHED] = touched_count
     if node == end:  # the next chunk begins with the sizes of the batch, too
+        group = 0
         for one in range(begin, end):
-            moved[part[one]] = 0
+            while one >= groups[group + 1]:
+                group += 1
+            moved[group * parts + part[one]] = 0
             if before[one - first_node] >= 0:
-                moved[before[one - first_node]] = 0
+                moved[group * parts + before[one - first_node]] = 0
     return -1
 
 
 @njit(cache=True, nogil=True)
 def end_parts_batch(
-    first_node: int, before: Any, part: Any, sizes: Any, none: Any, state: Any, random: Any, capacity: int
-) -> None:
+    first_node: int, before: Any, part: Any, groups: Any, parts: Any, sizes: Any, none: Any, state: Any,
+    random: Any, capacities: Any,
+) -> None:  # fmt: skip
     """Count the moves of a batch in ``sizes``, in the order of the nodes; a part that is full by then takes
-    no more. ``none`` int64 [parts], zeros."""
+    no more. ``none`` int64 [groups * parts], zeros."""
+    group = 0
     for at in range(before.size):
         old, new = np.int64(before[at]), np.int64(part[first_node + at])
         if new == old:
             continue
+        while first_node + at >= groups[group + 1]:
+            group += 1
+        base, capacity = group * parts, capacities[group]
         if old >= 0:
-            sizes[old] -= 1
-        if sizes[new] >= capacity:
-            fits = old >= 0 and sizes[old] < capacity
-            new = old if fits else part_with_room(sizes, none, random, capacity, state)
+            sizes[base + old] -= 1
+        if sizes[base + new] >= capacity:
+            fits = old >= 0 and sizes[base + old] < capacity
+            new = old if fits else part_with_room(base, parts, sizes, none, random, capacity, state)
             part[first_node + at] = new
-        sizes[new] += 1
+        sizes[base + new] += 1
         if new != old:
             state[_MOVED] += 1
 
@@ -231,25 +249,34 @@ def random_of_pass(seed: int, number: int) -> NDArray[np.uint64]:
 
 
 @njit(cache=True, nogil=True)
-def count_start(part: Any, sizes: Any) -> int:
-    """Add the nodes of each part to ``sizes``; the first node of no such part, or -1."""
-    for node in range(part.size):
-        if part[node] < 0 or part[node] >= sizes.size:
-            return node
-        sizes[part[node]] += 1
+def count_start(part: Any, groups: Any, parts: int, sizes: Any) -> int:
+    """Add the nodes of each group in each part to ``sizes``; the first node of no such part, or -1."""
+    for group in range(groups.size - 1):
+        for node in range(groups[group], groups[group + 1]):
+            if part[node] < 0 or part[node] >= parts:
+                return node
+            sizes[group * parts + part[node]] += 1
     return -1
 
 
-def _check_start(start: NDArray[np.int32], nodes: int, sizes: NDArray[np.int64]) -> None:
+def _check_start(
+    start: NDArray[np.int32], groups: NDArray[np.int64], parts: int, sizes: NDArray[np.int64]
+) -> None:
+    nodes = int(groups[-1])
     if start.shape != (nodes,) or start.dtype != np.int32:
         raise SourceError(
             f"start must be int32 of shape ({nodes},), not {start.dtype} of shape {start.shape}"
         )
-    bad = count_start(start, sizes)
+    bad = count_start(start, groups, parts, sizes)
     if bad >= 0:
-        raise SourceError(
-            f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {sizes.size - 1}"
-        )
+        raise SourceError(f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {parts - 1}")
+
+
+def _groups_of(groups: Sequence[int] | None, nodes: int) -> NDArray[np.int64]:
+    found = np.array([0, nodes] if groups is None else groups, np.int64)
+    if found[0] != 0 or found[-1] != nodes or (np.diff(found) < 0).any():
+        raise SourceError(f"groups must ascend from 0 to {nodes}, the number of nodes, not {found.tolist()}")
+    return found
 
 
 def ldg_partition(
@@ -263,6 +290,7 @@ def ldg_partition(
     start: NDArray[np.int32] | None = None,
     heat: float = HEAT,
     ease: float = 1.0,
+    groups: Sequence[int] | None = None,
     threads: int = 1,
 ) -> NDArray[np.int32]:
     """Part of each node, int32 [nodes], from annealed restreamed LDG; the same for equal arguments
@@ -275,7 +303,8 @@ def ldg_partition(
     ``start`` int32 [nodes] is a partition to go on from, changed in place and returned; parts in it that are
     over the capacity are brought below it. ``heat`` is the first pass's; a low one keeps what is good about a
     start. A part's score vanishes at ``ease`` times the capacity: above 1.0 sizes are pushed less towards the
-    mean. ``threads`` that work at most.
+    mean. ``groups``: where there are several, the first node of each and the number of all, from 0 on; then
+    the bound holds of each group by itself, as for the types of a typed graph. ``threads`` that work at most.
 
     Raises SourceError for a bad graph (an edge to a node that does not exist ...) and for arguments out of
     range. After Stanton & Kliot (KDD'12) and Nishimura & Ugander (KDD'13); the annealing is ours, see the
@@ -291,14 +320,14 @@ def ldg_partition(
         )
     if not 0 <= heat < float("inf") or not 1 <= ease < float("inf"):
         raise SourceError(f"need heat >= 0 and ease >= 1, not heat={heat}, ease={ease}")
-    capacity = part_capacity(nodes, parts, slack)
-    full = ease * capacity
+    bounds = _groups_of(groups, nodes)
+    capacities = np.array([part_capacity(int(count), parts, slack) for count in np.diff(bounds)], np.int64)
     part = np.full(nodes, -1, np.int32) if start is None else start
-    sizes = np.zeros(parts, np.int64)
+    sizes = np.zeros(parts * len(capacities), np.int64)
     if start is not None:
-        _check_start(start, nodes, sizes)
+        _check_start(start, bounds, parts, sizes)
     before = np.empty(batch_nodes(nodes), np.int32)
-    own = [_Scratch(parts) for _ in range(threads)]
+    own = [_Scratch(parts, len(capacities)) for _ in range(threads)]
     ending, ending_random = np.zeros(_STATE_SIZE, np.int64), np.zeros(1, np.uint64)
 
     def run_pass(chunks: Chunks, number: int, warmth: float) -> int:
@@ -310,8 +339,8 @@ def ldg_partition(
             if first_edge == indptr[begin]:
                 mine.begin(begin, seed_of_chunk(seed_of_pass, begin // chunks.size))
             return int(ldg_chunk(
-                indptr, block, first_edge, begin, end, first_node, then, part, sizes, mine.moved, mine.counts,
-                mine.touched, mine.state, mine.random, together, capacity, warmth, full,
+                indptr, block, first_edge, begin, end, first_node, then, part, bounds, sizes, mine.moved,
+                mine.counts, mine.touched, mine.state, mine.random, together, capacities, warmth, ease,
             ))  # fmt: skip
 
         ending[:], ending_random[0] = 0, ~seed_of_pass | np.uint64(1)
@@ -321,7 +350,9 @@ def ldg_partition(
             bad = chunks.run(first_node, last_node, work)
             if bad >= 0:
                 raise bad_edge_error(graph, bad)
-            end_parts_batch(first_node, then, part, sizes, own[0].moved, ending, ending_random, capacity)
+            end_parts_batch(
+                first_node, then, part, bounds, parts, sizes, own[0].moved, ending, ending_random, capacities
+            )
         return int(ending[_MOVED])
 
     with Chunks(graph, indptr, block_edges, threads) as chunks:
@@ -336,10 +367,10 @@ def ldg_partition(
 
 
 class _Scratch:
-    """What a thread has of its own: 20 bytes a part."""
+    """What a thread has of its own: 20 bytes a part, and 8 more for each further group."""
 
-    def __init__(self, parts: int) -> None:
-        self.moved, self.counts = apart(2, parts, np.int64)
+    def __init__(self, parts: int, groups: int) -> None:
+        self.moved, self.counts = apart(1, groups * parts, np.int64)[0], apart(1, parts, np.int64)[0]
         self.touched = apart(1, parts, np.int32)[0]
         self.state, self.random = apart(1, _STATE_SIZE, np.int64)[0], apart(1, 1, np.uint64)[0]
 
@@ -350,8 +381,10 @@ class _Scratch:
         self.random[0] = random
 
 
-def ldg_memory_bytes(nodes: int, parts: int, block_edges: int = BLOCK_EDGES, threads: int = 1) -> int:
+def ldg_memory_bytes(
+    nodes: int, parts: int, block_edges: int = BLOCK_EDGES, threads: int = 1, groups: int = 1
+) -> int:
     """The most :func:`ldg_partition` allocates, in bytes, above the graph itself (machine code is not
     counted)."""
-    scratch_bytes = (8 + 20 * threads) * parts + 4 * batch_nodes(nodes)
+    scratch_bytes = (8 * groups + (8 * groups + 12) * threads) * parts + 4 * batch_nodes(nodes)
     return 4 * nodes + scratch_bytes + 8 * block_edges + _FIXED_BYTES

@@ -224,6 +224,7 @@ class TypedOrders(Orders):
             self.options.order[names[0]], union, rows=rows, row_bytes=max(1, row_bytes),
             parts=self.options.partitions.get(names[0]), seed=self.options.seed,
             memory_bytes=memory - union.held_bytes, train=self._train_of_all(first, rows, layouts),
+            groups=[*first.values(), rows],
         )  # fmt: skip
         self._drop(union)
         return {name: of_one_type(order, first[name], layouts[name].rows, names) for name in names}

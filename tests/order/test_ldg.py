@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from bisect import bisect
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +52,14 @@ class Twin:
     chunk."""
 
     def __init__(
-        self, graph: Csc, parts: int, seed: int, passes: int, slack: float, chunk: int | None = None
-    ) -> None:
+        self, graph: Csc, parts: int, seed: int, passes: int, slack: float, chunk: int | None = None,
+        groups: list[int] | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.parts, self.nodes = graph, parts, graph.indptr.size - 1
-        self.capacity = max(-(-self.nodes // parts), int((1 + slack) * self.nodes / parts))
+        self.groups = groups or [0, self.nodes]
         self.part = [-1] * self.nodes
-        self.sizes = [0] * parts
+        self.sizes = [Counter[int]() for _ in self.groups[1:]]
+        self.slack = slack
         chunk = chunk or max(1, self.nodes)
         for number in range(passes):
             self.draws, ending = Draws(seed, number), Draws(seed, number)
@@ -65,7 +70,8 @@ class Twin:
                 before, sizes, moves = list(self.part), self.sizes, {}
                 for nodes in ranges(batch.start, batch.stop, chunk):
                     self.draws.chunk(nodes.start // chunk)
-                    self.part, self.sizes, self.cursor = list(before), list(sizes), 0
+                    self.part, self.cursor = list(before), 0
+                    self.sizes = [one.copy() for one in sizes]
                     self.then, self.others = sizes, -(-len(batch) // chunk) - 1
                     for node in nodes:
                         self.move(node)
@@ -76,16 +82,24 @@ class Twin:
                     self.end(node, new)
                 self.draws, ending, end_cursor = ending, self.draws, self.cursor
 
+    def group(self, node: int) -> tuple[int, int]:
+        """Which a node is of, and the most of it that a part may hold."""
+        group = bisect(self.groups, node) - 1
+        count = self.groups[group + 1] - self.groups[group]
+        return group, max(-(-count // self.parts), int((1 + self.slack) * count / self.parts))
+
     def end(self, node: int, new: int) -> None:
         """A move, if there is still room."""
         old = self.part[node]
         if old == new:
             return
+        group, capacity = self.group(node)
+        sizes = self.sizes[group]
         if old >= 0:
-            self.sizes[old] -= 1
-        if self.sizes[new] >= self.capacity:
-            new = old if old >= 0 and self.sizes[old] < self.capacity else self.any_part()
-        self.sizes[new] += 1
+            sizes[old] -= 1
+        if sizes[new] >= capacity:
+            new = old if old >= 0 and sizes[old] < capacity else self.any_part(sizes, capacity)
+        sizes[new] += 1
         self.part[node] = new
 
     def move(self, node: int) -> None:
@@ -94,29 +108,31 @@ class Twin:
             if source != node and self.part[source] >= 0:
                 counts[self.part[source]] = counts.get(self.part[source], 0) + 1
         old = self.part[node]
+        group, capacity = self.group(node)
+        sizes = self.sizes[group]
         if old >= 0:
-            self.sizes[old] -= 1
+            sizes[old] -= 1
         scored = []
         for p, count in counts.items():
-            own = self.sizes[p] - self.then[p] + (p == old)
-            size = self.sizes[p] + self.others * own * abs(own) / (abs(own) + 1)
-            if size < self.capacity:
-                score = count * (1.0 - size / self.capacity)
+            own = sizes[p] - self.then[group][p] + (p == old)
+            size = sizes[p] + self.others * own * abs(own) / (abs(own) + 1)
+            if size < capacity:
+                score = count * (1.0 - size / capacity)
                 if self.heat > 0:
                     score += self.heat * self.draws.unit()
                 scored.append((-(score + (1e-3 if p == old else 0.0)), p))
         new = min(scored)[1] if scored else old
         if new < 0:
-            new = self.any_part()
-        self.sizes[new] += 1
+            new = self.any_part(sizes, capacity)
+        sizes[new] += 1
         self.part[node] = new
 
-    def any_part(self) -> int:
+    def any_part(self, sizes: Counter[int], capacity: int) -> int:
         drawn = [self.draws.below(self.parts) for _ in range(8)]
-        emptiest = min(drawn, key=lambda p: self.sizes[p])
-        if self.sizes[emptiest] < self.capacity:
+        emptiest = min(drawn, key=lambda p: sizes[p])
+        if sizes[emptiest] < capacity:
             return emptiest
-        while self.sizes[self.cursor] >= self.capacity:
+        while sizes[self.cursor] >= capacity:
             self.cursor = (self.cursor + 1) % self.parts
         return self.cursor
 
@@ -131,22 +147,45 @@ class Twin:
     st.integers(1, 50),
     st.sampled_from([None, 1, 2, 7]),
     st.integers(1, 3),
+    st.lists(st.floats(0, 1), max_size=3),
 )
 def test_ldg_is_its_twin_covers_and_keeps_the_balance(
     graph: Csc, parts: int, seed: int, passes: int, slack: float, block_edges: int, chunk: int | None,
-    threads: int,
+    threads: int, cuts: list[float],
 ) -> None:  # fmt: skip
+    """Of every group of nodes by itself, where there are several."""
+    nodes = graph.indptr.size - 1
+    groups = [0, *sorted(round(cut * nodes) for cut in cuts), nodes]
     with cut_into(chunk):
         part = ldg_partition(
-            graph, parts, seed=seed, passes=passes, slack=slack, block_edges=block_edges, threads=threads
-        )
-    twin = Twin(graph, parts, seed, passes, slack, chunk)
-    nodes = graph.indptr.size - 1
+            graph, parts, seed=seed, passes=passes, slack=slack, block_edges=block_edges, threads=threads,
+            groups=groups if cuts else None,
+        )  # fmt: skip
+    twin = Twin(graph, parts, seed, passes, slack, chunk, groups)
     assert part.dtype == np.int32
     assert part.tolist() == twin.part
-    sizes = np.bincount(part, minlength=parts)
-    assert sizes.size == parts
-    assert sizes.max() <= max(-(-nodes // parts), (1 + slack) * nodes / parts)
+    for low, high in pairwise(groups):
+        sizes = np.bincount(part[low:high], minlength=parts)
+        assert sizes.size == parts
+        assert sizes.max() <= max(-(-(high - low) // parts), (1 + slack) * (high - low) / parts)
+
+
+def test_groups_of_a_start_that_is_uneven_are_made_even() -> None:
+    """All of one group in one part: as where a type's nodes belong together and are few."""
+    graph, group = planted(4000, 16, 12, 0.9, seed=1)
+    start = group.astype(np.int32)
+    start[3000:] = 5
+    part = ldg_partition(graph, 16, seed=0, start=start.copy(), groups=[0, 3000, 4000], passes=9, heat=0.2)
+    for low, high in ((0, 3000), (3000, 4000)):
+        assert np.bincount(part[low:high], minlength=16).max() <= 1.05 * (high - low) / 16
+    assert edge_cut(graph, part) < edge_cut(graph, start)
+
+
+@pytest.mark.parametrize("groups", [[0, 5], [1, 10], [0, 7, 3, 10]])
+def test_groups_that_are_none(groups: list[int]) -> None:
+    graph = csc(10, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    with pytest.raises(SourceError, match="groups must ascend from 0 to 10"):
+        ldg_partition(graph, 2, seed=0, groups=groups)
 
 
 @pytest.mark.parametrize("chunk", [None, 10])

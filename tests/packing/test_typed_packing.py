@@ -217,6 +217,26 @@ def test_partitions_of_all_types_belong_together(tmp_path: Path) -> None:
         assert sorted(map(sorted, found[0])) == [[0], [1], [2]]
 
 
+@pytest.mark.parametrize("order", ["ldg", "multilevel", "metis", "bfs"])
+def test_partitions_are_even_in_every_type(order: str, tmp_path: Path) -> None:
+    """All authors write papers of one group in four, and stand beside these where nobody looks at types: but
+    the memory of a mega-batch is that of the largest partitions of each type."""
+    rng = np.random.default_rng(2)
+    papers, authors, parts = 2000, 400, 4
+    cites = np.stack([rng.integers(0, papers, 20_000)] * 2)
+    cites[1] = (cites[0] + parts * rng.integers(0, papers // parts, 20_000)) % papers  # within its group
+    writes = np.stack([rng.integers(0, authors, 3000), parts * rng.integers(0, papers // parts, 3000)])
+    graph = Typed({"paper": papers, "author": authors}, set(), {CITES: cites, WRITES: writes})
+    how: dict[str, Any] = {"partitions": parts, "edge_weights": None, "edge_times": None}
+    with packed(tmp_path / "even", graph, order=order, **how) as store:
+        for table in store.tables.values():
+            sizes = np.diff(table.partition_offsets)
+            assert sizes.sum() == table.rows
+            assert sizes.max() <= 1.2 * table.rows / parts
+            assert table.entry.order.parameters["balance"] == round(sizes.max() * parts / table.rows, 3)
+        assert float(store.tables["paper"].entry.order.parameters["edge_cut"]) < 0.35
+
+
 def test_degrees_are_over_all_relations(tmp_path: Path) -> None:
     graph = example()
     with packed(tmp_path / "s", graph, order="given", hubs=0.1) as store:
