@@ -58,10 +58,21 @@ def aligned_buffer(byte_count: int) -> NDArray[np.uint8]:
     It goes back to the system with the last view of it, where an allocator would keep it. Raises DeviceError
     where there is none left.
     """
+    return np.frombuffer(_aligned(byte_count), np.uint8, byte_count)
+
+
+def unforked_buffer(byte_count: int) -> NDArray[np.uint8]:
+    """The same that forked children do not have: of what is locked they would get a copy there and then."""
+    memory = _aligned(byte_count)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(memory, np.uint8, byte_count)
+
+
+def _aligned(byte_count: int) -> mmap.mmap:
     memory = mapped_memory(byte_count)
     with suppress(OSError):  # advice: a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8, byte_count)
+    return memory
 
 
 _UNUSED = 2  # references to an array that only the list has: its own, and that of the question

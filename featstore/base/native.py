@@ -239,10 +239,17 @@ def _make_call(
 
         return intrinsic(call4)
 
-    def call5(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+    if count == 5:
+
+        def call5(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+            return signature, codegen
+
+        return intrinsic(call5)
+
+    def call6(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
         return signature, codegen
 
-    return intrinsic(call5)
+    return intrinsic(call6)
 
 
 _VOID = ir.VoidType()
@@ -260,6 +267,12 @@ call_prep_read = _make_call(
     types.void,
     [I64, I32, I64, I32, I64],
     [types.int64, types.int32, types.int64, types.uint32, types.uint64],
+)
+call_prep_read_fixed = _make_call(
+    _VOID,
+    types.void,
+    [I64, I32, I64, I32, I64, I32],
+    [types.int64, types.int32, types.int64, types.uint32, types.uint64, types.int32],
 )
 call_pread = _make_call(
     I64, types.int64, [I32, I64, I64, I64], [types.int32, types.int64, types.int64, types.int64]

@@ -24,6 +24,7 @@ from featstore.base.native import (
     call_i32_i64_u32,
     call_i64_i64,
     call_prep_read,
+    call_prep_read_fixed,
     call_u32_i64_i64_u32,
     call_void_i64_u32,
     call_void_i64_u64,
@@ -39,6 +40,7 @@ from featstore.engine.liburing import (
     GET_SQE,
     PEEK_BATCH,
     PREP_READ,
+    PREP_READ_FIXED,
     SET_DATA,
     SUBMIT,
     SUBMIT_AND_WAIT,
@@ -78,7 +80,9 @@ def _room(state: Any, slots: Any, pages: Any, arena_pages: Any) -> Any:
 
 
 @njit(nogil=True)
-def _queue_read(functions: Any, ring: Any, lane: Any, extent: Any, address: Any, slot: Any) -> Any:
+def _queue_read(
+    functions: Any, ring: Any, fixed: Any, lane: Any, extent: Any, address: Any, slot: Any
+) -> Any:  # fmt: skip
     """Queue the read of an extent. Returns False where the submission queue is full."""
     sqe = call_i64_i64(functions[GET_SQE], ring)
     if sqe == 0:
@@ -89,14 +93,16 @@ def _queue_read(functions: Any, ring: Any, lane: Any, extent: Any, address: Any,
     file = page // pages_per_file
     handle = load_i64(load_i64(lane + L.FILE_HANDLE * 8) + 8 * file)
     offset = (page - file * pages_per_file) * PAGE_BYTES
-    call_prep_read(
-        functions[PREP_READ],
-        sqe,
-        np.int32(handle),
-        address,
-        np.uint32(np.int64(pages) * PAGE_BYTES),
-        np.uint64(offset),
-    )
+    read_bytes = np.uint32(np.int64(pages) * PAGE_BYTES)
+    if fixed:
+        call_prep_read_fixed(
+            functions[PREP_READ_FIXED], sqe, np.int32(handle), address, read_bytes, np.uint64(offset),
+            np.int32(0),
+        )  # fmt: skip
+    else:
+        call_prep_read(
+            functions[PREP_READ], sqe, np.int32(handle), address, read_bytes, np.uint64(offset)
+        )  # fmt: skip
     call_void_i64_u64(functions[SET_DATA], sqe, np.uint64(slot))
     return True
 
@@ -127,6 +133,7 @@ def _claim(open_lane: Any) -> Any:
 def _fill(
     functions: Any,
     ring: Any,
+    fixed: Any,
     depth: Any,
     lanes: Any,
     state: Any,
@@ -147,7 +154,7 @@ def _fill(
             if page < 0:
                 return True
             slot = state[SLOT_HEAD] % slots.shape[0]
-            if not _queue_read(functions, ring, lane, extent, arena + page * PAGE_BYTES, slot):
+            if not _queue_read(functions, ring, fixed, lane, extent, arena + page * PAGE_BYTES, slot):
                 return True
             slots[slot, _S_LANE] = lane
             slots[slot, _S_EXTENT] = extent
@@ -167,6 +174,7 @@ def _fill(
 def _complete(
     functions: Any,
     ring: Any,
+    fixed: Any,
     lanes: Any,
     slots: Any,
     slot: Any,
@@ -194,7 +202,7 @@ def _complete(
         # Cut short or asked to repeat: read the extent again from its start, which keeps direct I/O aligned.
         counters[C.SHORT_READS] += 1
         slots[slot, _S_TRIES] += 1
-        ended = not _queue_read(functions, ring, lane, extent, data, slot)
+        ended = not _queue_read(functions, ring, fixed, lane, extent, data, slot)
         if ended:
             report_error(lane, np.int64(_EBUSY), page, 0, 0)
     elif result >= 0:
@@ -227,6 +235,7 @@ def _left(open_lane: Any) -> Any:
 def drive(
     functions: NDArray[np.int64],
     ring: int,
+    fixed: bool,
     depth: int,
     lanes: NDArray[np.int64],
     waiting: int,
@@ -242,12 +251,13 @@ def drive(
     """Run the ring until Python is needed: see the module's text. Returns 0, or a negative errno of the ring
     itself.
 
-    ``lanes``: int64 [open lanes, 6], of this ring alone, see above. ``waiting`` is the address of an int64
-    that is not 0 while a further lane waits to be opened; ``completions`` int64 [depth] is scratch.
+    ``fixed``: the arena is the ring's registered buffer 0. ``lanes``: int64 [open lanes, 6], of this ring
+    alone, see above. ``waiting`` is the address of an int64 that is not 0 while a further lane waits to be
+    opened; ``completions`` int64 [depth] is scratch.
     """
     while True:
         now = now_ns(clock, scratch)
-        more = _fill(functions, ring, depth, lanes, state, slots, arena, arena_pages, now)
+        more = _fill(functions, ring, fixed, depth, lanes, state, slots, arena, arena_pages, now)
         ended = state[READS_IN_FLIGHT] == 0
         for i in range(lanes.shape[0]):
             ended = ended or _left(lanes[i])
@@ -268,7 +278,7 @@ def drive(
             # struct io_uring_cqe { u64 user_data; s32 res; u32 flags; }
             slot, result = load_i64(completions[k]), np.int64(load_i32(completions[k] + 8))
             state[READS_IN_FLIGHT] -= _complete(
-                functions, ring, lanes, slots, slot, result, arena, now, clock, scratch, counters
+                functions, ring, fixed, lanes, slots, slot, result, arena, now, clock, scratch, counters
             )
         call_void_i64_u32(functions[CQ_ADVANCE], ring, np.uint32(got))
         while state[SLOT_TAIL] < state[SLOT_HEAD] and slots[state[SLOT_TAIL] % slots.shape[0], _S_OPEN] == 0:

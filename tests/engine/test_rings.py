@@ -16,6 +16,7 @@ from test_engines import Bench
 
 from featstore.engine import choose, ring_count, uring
 from featstore.engine.counters import READS
+from featstore.engine.liburing import library
 from featstore.engine.ring_count import PATIENCE_MAX_NS, WINDOW_NS, RingCount
 from featstore.engine.uring import UringEngine
 from featstore.errors import FeatstoreWarning
@@ -54,6 +55,44 @@ def read_some(bench: Bench, engine: UringEngine, times: int = 1) -> None:
         lane = bench.lane(rows, extent_bytes_max=64 * 1024)
         engine.start(lane.lane)
         lane.check()
+
+
+def test_memory_is_registered_once_a_ring_has_read_for_a_while(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the kernel's refusal is told, after which reads are as before."""
+    found: list[bool] = []
+    register = type(library()).register
+
+    def seen(self: Any, ring: Any, memory: Any) -> bool:
+        refused = np.empty(0, np.uint8) if found else memory  # of the second ring on
+        found.append(register(self, ring, refused))
+        return found[-1]
+
+    monkeypatch.setattr(type(library()), "register", seen)
+    Load(monkeypatch, 1.0)  # so that more rings work
+    bench = Bench(tmp_path / "table", 1000, 400, "direct")
+    with caplog.at_level("INFO", "featstore"):
+        read_some(bench, made, 60)
+    assert found[0]
+    assert 2 <= len(found) <= 4
+    assert not any(found[1:])
+    assert "not registered with io_uring" in caplog.text
+
+
+def test_forked_children_have_no_copy_of_registered_memory(made: UringEngine, tmp_path: Path) -> None:
+    read_some(Bench(tmp_path / "table", 1000, 400, "direct"), made, 3)
+    begin = made._arena.ctypes.data
+
+    def mapped() -> bool:
+        spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return any(int(low, 16) <= begin < int(high, 16) for low, high in spans)
+
+    assert mapped()
+    child = os.fork()
+    if child == 0:
+        os._exit(mapped())
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_busy_rings_get_help_and_idle_ones_leave(
