@@ -237,7 +237,7 @@ class Store(Shown, OpenStore):
 
         self.check_open()
         named = [name for name in SAMPLING_OPTIONS if name != "input_time"]
-        own = [name for name in options_of(StoredSampler) if name not in ("options", "seed_times")]
+        own = [name for name in options_of(StoredSampler) if name != "options"]
         check_options(options, (*own, *named), "a sampler")
         if "memory" not in options and variable("FEATSTORE_MEMORY"):
             options["memory"] = memory_said(MEMORY)[0]

@@ -176,8 +176,10 @@ class NeighborLoader:
             made = batch.pyg()
             ids = batch.n_id if self._type is None else batch.n_id[self._type]
             seeds = np.asarray(ids[: batch.batch_size])
-            places = np.searchsorted(self._seeds, seeds, sorter=self._order)
-            places = self._order[np.minimum(places, len(self._order) - 1)]
+            places = getattr(batch.sample, "input_id", None)
+            if places is None:  # each stands once, and is known by its id
+                places = np.searchsorted(self._seeds, seeds, sorter=self._order)
+                places = self._order[np.minimum(places, len(self._order) - 1)]
             if not np.array_equal(self._seeds[places], seeds):
                 raise SourceError("a mini-batch has seeds that are none of input_nodes")
             to = made if self._type is None else made[self._type]

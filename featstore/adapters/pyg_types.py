@@ -45,7 +45,7 @@ def typed_seeds(store: OpenStore, given: Any) -> TypedSeeds:
         if isinstance(ids, str) and f"{kind}.{ids}" in store.manifest.arrays:
             ids = f"{kind}.{ids}"  # PyG names a node type's attribute without the type
         given = (kind, np.asarray(ids) if isinstance(ids, list) else ids)
-    return TypedSeeds.of(store, given)
+    return TypedSeeds.of(store, given, repeated=True)
 
 
 def unwrapped(given: Any, edge_types: Sequence[EdgeType]) -> Any:

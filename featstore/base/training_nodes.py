@@ -11,10 +11,10 @@ from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, IdError
 
 
-def checked_train(train: Any, nodes: int) -> NDArray[np.int64]:
+def checked_train(train: Any, nodes: int, *, repeated: bool = False) -> NDArray[np.int64]:
     """Training nodes as int64 ids, in the order given; those of a mask, bool [nodes], ascend. Raises
     ArgumentError where there are none, or a mask is of another length; IdError for ids that are no nodes, or
-    stand twice."""
+    stand twice, unless they may be ``repeated``."""
     given = plain_array(train, "train")
     what = f"training nodes (train) are ids in one dimension, at least one, or a mask of {nodes:,} nodes"
     if given.dtype == bool:
@@ -31,6 +31,8 @@ def checked_train(train: Any, nodes: int) -> NDArray[np.int64]:
             f"training node {given[bad[0]]} is out of range: there are {nodes:,} nodes (ids 0 to {nodes - 1})"
         )
     ids = given.astype(np.int64)
+    if repeated:
+        return ids
     seen = np.zeros(nodes, bool)
     seen[ids] = True
     different = int(np.count_nonzero(seen))
@@ -39,6 +41,11 @@ def checked_train(train: Any, nodes: int) -> NDArray[np.int64]:
         raise IdError(
             f"of {len(ids):,} training nodes (train) only {different:,} are different ones, others stand "
             "there twice: "
-            + ("is it a mask? Give it as one, .astype(bool)" if numbers else "give each once (np.unique)")
+            + (
+                "is it a mask? Give it as one, .astype(bool)"
+                if numbers
+                else "give each once (np.unique). Where each seed has a subgraph of its own (disjoint=True, "
+                "time_attr=), mode 'partitions' excepted, nodes may stand several times"
+            )
         )
     return ids

@@ -35,6 +35,7 @@ from featstore.loaders.typed import TypedWhole
 from featstore.loaders.whole import Whole
 from featstore.sampling.attributes import said_otherwise
 from featstore.sampling.batches import RankedBatches
+from featstore.sampling.seed_list import SeedList
 from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
@@ -135,7 +136,8 @@ class Making:
         """What ``"auto"`` takes."""
         given, own = self.given, None
         self._check_compiling({name: given.said[name] for name in given.said if name in _COMPILING})
-        if isinstance(self.share, RankedBatches) and not self._of_types:
+        listed = isinstance(self.share, RankedBatches) and isinstance(self.share.sampler, SeedList)
+        if isinstance(self.share, RankedBatches) and not self._of_types and not listed:
             fanouts = args.as_fanouts(given.get("fanouts"))
             own = OwnSampling(given.get("seeds"), fanouts, self.share.batch_size, given.get("graph"))
         if isinstance(self.share, RankedBatches):
@@ -211,10 +213,8 @@ class Making:
             return self._sample_types()
         fanouts = args.as_fanouts(given.get("fanouts"))
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
-        if given.get("input_time") is not None:
-            nodes = checked_train(nodes, graph_of(self.store, graph).table.rows)
         sampler, table, self.shares = sampler_within(
-            self.store, fanouts, self.shares, seed=self._seed, graph=graph, seeds=nodes,
+            self.store, fanouts, self.shares, seed=self._seed, graph=graph,
             check=self.whole.check_sampled, said=given.said,
         )  # fmt: skip
         made = self._divided(sampler, nodes, table.name, {"fanouts": fanouts, "graph": graph})
@@ -224,12 +224,18 @@ class Making:
     def _divided(self, sampler: Any, seeds: Any, table: str, alike: dict[str, Any]) -> RankedBatches:
         """The mini-batches around nodes of a table, each host's around its own; all have said ``alike``."""
         here, in_order, owned = self._here, self._in_order, dict[str, Any]()
+        listed = SeedList.over(sampler, seeds, self.given.get("input_time"))
         if isinstance(self.store, WholeStore):
             place, hosts = self.store.place, self.store.owners[table].hosts
-            here, owned = tuple(map(place.share, here)), {"owner": hosts, "hosts": place.hosts}
-            digest = hashlib.sha256(checked_train(seeds, sampler.node_count).tobytes()).hexdigest()
+            ids = checked_train(seeds, sampler.node_count, repeated=True)
+            owner = hosts if listed is None else hosts[ids]
+            here, owned = tuple(map(place.share, here)), {"owner": owner, "hosts": place.hosts}
+            said = ids.tobytes() + (b"" if listed is None or listed.times is None else listed.times.tobytes())
+            digest = hashlib.sha256(said).hexdigest()
             alike = alike | {"seeds": digest, "seed": self._seed, "mode": self.given.mode}
             self.store.agree(alike | self._seeds_of_a_step() | {"in_order": in_order})
+        if listed is not None:
+            sampler, seeds = listed, listed.numbers
         made = RankedBatches(
             sampler, seeds, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
         )
@@ -248,7 +254,7 @@ class Making:
 
     def _sample_types(self) -> RankedBatches:
         """The same over all edge types."""
-        seeds = TypedSeeds.of(self.store, self.given.get("seeds"))
+        seeds = TypedSeeds.of(self.store, self.given.get("seeds"), repeated=True)
         fanouts = self.given.get("fanouts")
         sampler, self.shares = typed_sampler_within(
             self.store, seeds, fanouts, self.shares, self._seed, self.given.said

@@ -39,7 +39,8 @@ class LoaderOptions(TypedDict, total=False):
         time_attr: with ``seeds``: ``"times"`` for those of edges that the graph keeps; or the name of an
             array with the times of nodes, or of edges likewise.
         input_time: with ``time_attr``: int64, the times of the seeds, in their order (of a mask, ascending);
-            by default their own, where nodes have times.
+            by default their own, where nodes have times. With times, or ``disjoint=True``, a node may be a
+            seed several times; ``input_id`` int64 [b] of a mini-batch says which of the list its seeds are.
         time_window: with ``time_attr``: nothing that is more than so much earlier than its seed.
         rank, world_size: which of how many processes that train together; by default as
             ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch: of the seeds, or of

@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from featstore.errors import BudgetError, SourceError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.shares import MemoryShares, rows_at_most, wanted_bytes
-from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
+from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.batches import (
     GraphSampler,
     RankedBatches,
@@ -30,7 +27,7 @@ from featstore.storage.store import OpenStore, StoredGraph, Table
 
 def sampler_within(
     store: OpenStore, fanouts: tuple[int, ...], shares: MemoryShares, *, seed: int, graph: str | None,
-    seeds: NDArray[np.int64], check: Callable[[StoredGraph], None], said: Mapping[str, Any],
+    check: Callable[[StoredGraph], None], said: Mapping[str, Any],
 ) -> tuple[GraphSampler, Table, MemoryShares]:  # fmt: skip
     """A sampler over the graph, when that has passed ``check``, with the options that were ``said``; the
     table that this is over; and the shares with what the sampler takes."""
@@ -49,12 +46,9 @@ def sampler_within(
             return HostsSampler(store, fanouts, seed=seed, graph=graph, memory=memory), of.table, shares
     whole, least = sampler_needs(store, fanouts, graph, options)
     shares = replace(shares, graph_bytes=whole, least_bytes=least)
-    times = None if options.input_time is None else TimesOfSeeds(seeds, options.input_time)
     with shares.told_of_all():
         memory = shares.sampler_bytes
-        made = open_sampler(
-            store, fanouts, seed=seed, graph=graph, memory=memory, options=options, seed_times=times
-        )
+        made = open_sampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=options)
     return made, of.table, shares
 
 
@@ -62,7 +56,7 @@ def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> Memor
     """Give the sampler less where its share leaves too little for two mini-batches, but enough for
     mini-batches half as large again as the first. Raises BudgetError, also where it has too little for the
     seeds of a mini-batch."""
-    sampler = made.sampler
+    sampler = made.drawn_by
     if isinstance(sampler, HostsSampler):
         with shares.told_of_all():
             sampler.check_room(min(made.batch_size, len(made.train)))
@@ -78,7 +72,7 @@ def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> Memor
     if shares.sampler_bytes < min(share, shares.graph_bytes):
         sampler.close()
         with shares.told_of_all():
-            made.sampler = sampler.with_memory(shares.sampler_bytes)
+            made.draw_by(sampler.with_memory(shares.sampler_bytes))
     return shares
 
 
@@ -91,21 +85,19 @@ def typed_sampler_within(
     BudgetError, ArgumentError."""
     options = TypedOptions(store, said)
     whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
-    times = None if options.input_time is None else TimesOfSeeds(seeds.ids, options.input_time)
     if whole > shares.sampler_bytes:
-        on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed, seed_times=times)
+        on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed)
         shares = replace(shares, graph_bytes=whole, least_bytes=least_on_disk(on_disk))
         with shares.told_of_all():
             return on_disk(shares.sampler_bytes), shares
     left = shares.memory_bytes - whole
     shares = replace(shares, memory_bytes=left, beside_bytes=shares.beside_bytes + whole)
-    made = TypedInMemory(store, node_type, fanouts, seed, options=options.read(), seed_times=times)
+    made = TypedInMemory(store, node_type, fanouts, seed, options=options.read())
     return made, shares
 
 
 def typed_on_disk(
-    store: OpenStore, node_type: str, fanouts: Any, options: TypedOptions, *, seed: int = 0,
-    seed_times: TimesOfSeeds | None = None,
+    store: OpenStore, node_type: str, fanouts: Any, options: TypedOptions, *, seed: int = 0
 ) -> Callable[[int], TypedStoredSampler]:  # fmt: skip
     """What makes a sampler from disk within so many bytes, over all edge types; it raises BudgetError, also
     for options that need the graphs in memory."""
@@ -119,9 +111,7 @@ def typed_on_disk(
                 "names with edge_weights= or edge_times=, which are read from disk)"
             )
             raise BudgetError(typed_bytes(store) + options.needed_bytes, memory, what)
-        return TypedStoredSampler(
-            store, node_type, fanouts, memory=memory, seed=seed, options=said, seed_times=seed_times
-        )
+        return TypedStoredSampler(store, node_type, fanouts, memory=memory, seed=seed, options=said)
 
     return made
 

@@ -12,14 +12,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from featstore.base.threads import Runner
-from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.under_way import UNDER_WAY_MAX
 
 #: Seeds, number and epoch of a mini-batch.
 SeedsOf = tuple[NDArray[Any], int, int]
 
 
-def sampled_ahead(sampler: DiskSampler, asked: Iterator[SeedsOf]) -> Iterator[Any]:
+def sampled_ahead(sampler: Any, asked: Iterator[SeedsOf]) -> Iterator[Any]:
     """The mini-batches asked for, in order, of which the next ones are under way, or there, already. They end
     with this; a forked child, which has none of the threads, samples the rest one at a time."""
     pid, number = os.getpid(), 0
@@ -44,6 +43,6 @@ def sampled_ahead(sampler: DiskSampler, asked: Iterator[SeedsOf]) -> Iterator[An
             runner.end()
 
 
-def _sample(sampler: DiskSampler, one: SeedsOf) -> Any:
+def _sample(sampler: Any, one: SeedsOf) -> Any:
     seeds, number, epoch = one
     return sampler.sample(seeds, number, epoch=epoch)

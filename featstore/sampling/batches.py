@@ -25,12 +25,13 @@ from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
 from featstore.reader.options import as_memory
 from featstore.sampling.ahead import sampled_ahead
-from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
+from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.edge_ids import wants_edge_ids
 from featstore.sampling.hops import HopSampler
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.ranked import Share, owned_share, share_of
+from featstore.sampling.seed_list import SeedList
 from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
@@ -59,9 +60,6 @@ class GraphInMemory(NeighborSampler):
     """A store's graph in memory; its edges have the positions that they have in the store, and their
     numbers."""
 
-    #: Of the seeds, where they were given.
-    seed_times: TimesOfSeeds | None = None
-
     def __init__(
         self, graph: StoredGraph, fanouts: Sequence[int], seed: int, edge_ids: bool,
         options: NamedOptions | None = None,
@@ -71,14 +69,6 @@ class GraphInMemory(NeighborSampler):
         super().__init__(*read_csc(graph), fanouts, seed, edge_ids=ids, options=read)
         row_of_node = graph.table.row_of_node()
         self._shift = None if row_of_node is None else read_offsets(graph)[row_of_node] - self.indptr[:-1]
-
-    def sample(
-        self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0,
-        seed_times: NDArray[Any] | None = None,
-    ) -> SampledSubgraph:  # fmt: skip
-        if seed_times is None and self.seed_times is not None:
-            seed_times = self.seed_times.of(seeds)
-        return super().sample(seeds, batch_index, epoch=epoch, seed_times=seed_times)
 
     def _numbers(
         self, node: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
@@ -123,12 +113,12 @@ def sampler_needs(
 def open_sampler(
     store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
     memory: int | str = MEMORY, in_memory: bool | None = None, edge_ids: bool | None = None,
-    options: NamedOptions | None = None, seed_times: TimesOfSeeds | None = None,
+    options: NamedOptions | None = None,
 ) -> GraphSampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
     ``in_memory`` decides instead. ``edge_ids``: mini-batches have the numbers of their edges, ``e_id``; by
     default where the store keeps them. ``options``: what else is said; arrays of edges among it need the
-    graph in memory. ``seed_times``: the times of all seeds there will be.
+    graph in memory.
 
     A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError,
     KeyError for a graph that is not there, CorruptionError, DeviceError, FormatError.
@@ -145,12 +135,10 @@ def open_sampler(
         raise BudgetError(needed, memory_bytes, what)
     fits = needed <= memory_bytes
     if fits if in_memory is None else as_flag(in_memory, "in_memory"):
-        made = GraphInMemory(chosen, fanouts, seed, numbered, options)
-        made.seed_times = seed_times
-        return made
+        return GraphInMemory(chosen, fanouts, seed, numbered, options)
     return StoredSampler(
         store, fanouts, memory=memory_bytes, seed=seed, graph=chosen.name, edge_ids=numbered,
-        seed_times=seed_times, options=None if options is None else options.from_disk(),
+        options=None if options is None else options.from_disk(),
     )  # fmt: skip
 
 
@@ -201,8 +189,22 @@ class SampledBatches(Sequence[SampledSubgraph]):
         made: SampledSubgraph = self.sampler.sample(seeds, number, epoch=self.epoch)
         return made
 
+    @property
+    def drawn_by(self) -> GraphSampler:
+        """What samples, under a list of seeds, too."""
+        drawn_by: GraphSampler = self.sampler.sampler if isinstance(self.sampler, SeedList) else self.sampler
+        return drawn_by
+
+    def draw_by(self, sampler: GraphSampler) -> None:
+        """Have another one sample."""
+        if isinstance(self.sampler, SeedList):
+            self.sampler.sampler = sampler
+        else:
+            self.sampler = sampler
+
     def __iter__(self) -> Iterator[SampledSubgraph]:
-        if not isinstance(self.sampler, DiskSampler) or not self.sampler.reads:
+        drawn_by = self.drawn_by
+        if not isinstance(drawn_by, DiskSampler) or not drawn_by.reads:
             return super().__iter__()
         now = copy.copy(self)  # whatever epoch is set meanwhile
         asked = ((now.seeds(i), now._number(i), now.epoch) for i in range(len(now)))
@@ -213,8 +215,9 @@ class SampledBatches(Sequence[SampledSubgraph]):
         return index
 
     def close(self) -> None:
-        if self._own and isinstance(self.sampler, DiskSampler):
-            self.sampler.close()
+        drawn_by = self.drawn_by
+        if self._own and isinstance(drawn_by, DiskSampler):
+            drawn_by.close()
 
     def __enter__(self) -> SampledBatches:
         return self

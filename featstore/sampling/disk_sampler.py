@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import shown
 from featstore.base.dtypes import node_dtype
-from featstore.errors import ArgumentError, BudgetError, ClosedError
+from featstore.errors import BudgetError, ClosedError
 from featstore.plan.budget import Budget
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import ReaderStats
-from featstore.sampling.attributes import TimesOfSeeds
 from featstore.sampling.cache import NO_MAP, NeighbourCache
 from featstore.sampling.edge_ids import FINDING_BYTES
 from featstore.sampling.first_values import FirstValues
@@ -92,9 +90,8 @@ class DiskSampler(ABC):
     """Samples over the lists of ``graphs``, one for each of ``relations``, whose nodes are rows of
     ``tables``, within ``memory``. ``options``: weights and times of edges are
     :data:`featstore.sampling.options.KEPT`. ``numbered``: edges have their numbers, see
-    :func:`~featstore.sampling.edge_ids.wants_edge_ids`. ``seed_times``: the times of all seeds there will be,
-    where these are not said with them. ``given``: what a pickle makes it of again, the arguments and the
-    options.
+    :func:`~featstore.sampling.edge_ids.wants_edge_ids`. ``given``: what a pickle makes it of again, the
+    arguments and the options.
 
     A context manager; safe to use from several threads; survives fork, and reopens when it is pickled, like a
     reader. Raises BudgetError, CorruptionError, DeviceError, FormatError.
@@ -103,12 +100,10 @@ class DiskSampler(ABC):
     def __init__(
         self, store: OpenStore, graphs: Sequence[StoredGraph], relations: Sequence[Relation],
         tables: Mapping[str, Table], *, options: SamplingOptions, numbered: bool | None,
-        seed_times: TimesOfSeeds | None, memory: int | str, engine: str, queue_depth: int, verify: bool,
+        memory: int | str, engine: str, queue_depth: int, verify: bool,
         threads: int | None, given: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:  # fmt: skip
-        if seed_times is not None and not isinstance(seed_times, TimesOfSeeds):
-            raise ArgumentError(f"seed_times must be a TimesOfSeeds, not {shown(seed_times)}")
-        self.store, self.options, self._seed_times, self._given = store, options, seed_times, given
+        self.store, self.options, self._given = store, options, given
         self._relations, self._rows = list(relations), {name: one.rows for name, one in tables.items()}
         node_times = {
             name: checked_times(one, self._rows[name], "node_times", "nodes")
@@ -241,10 +236,6 @@ class DiskSampler(ABC):
         """The same sampler within another budget, opened anew."""
         arguments, options = self._given
         return type(self)(*arguments, **options | {"memory": memory})
-
-    def _times_of(self, seeds: NDArray[Any], given: NDArray[Any] | None) -> NDArray[Any] | None:
-        """The times of seeds, as they are ``given``, or as they are known."""
-        return self._seed_times.of(seeds) if given is None and self._seed_times is not None else given
 
     def _made(
         self, seeds: Mapping[str, NDArray[np.int64]], key: int, times: Mapping[str, NDArray[Any]] | None

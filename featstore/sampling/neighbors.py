@@ -59,7 +59,8 @@ class SampledSubgraph:
     nodes per hop, the seeds as hop 0 (length hops + 1). ``num_sampled_edges``: edges per hop. ``e_id``:
     int64[k], the user's numbers of the edges, where the sampler knows them. ``batch``: int64[m], the number
     of the seed whose subgraph each node is in, where seeds have subgraphs of their own. Of bidirectional and
-    induced subgraphs ``num_sampled_edges`` is empty: their edges are of no hop.
+    induced subgraphs ``num_sampled_edges`` is empty: their edges are of no hop. ``input_id``: int64[b], of
+    seeds of a list in which nodes may stand several times, their numbers in it.
     """
 
     node: NDArray[np.int64]
@@ -70,6 +71,7 @@ class SampledSubgraph:
     num_sampled_edges: tuple[int, ...]
     e_id: NDArray[np.int64] | None = None
     batch: NDArray[np.int64] | None = None
+    input_id: NDArray[np.int64] | None = None
 
 
 class NeighborSampler(HopSampler):

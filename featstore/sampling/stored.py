@@ -39,7 +39,6 @@ from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 
 if TYPE_CHECKING:
-    from featstore.sampling.attributes import TimesOfSeeds
     from featstore.storage.store import OpenStore
 
 _NONE = np.empty(0, np.int64)
@@ -64,7 +63,6 @@ class StoredSampler(DiskSampler):
             are not in memory; by default where the store keeps them.
         options: what else there is to say; weights and times of edges are those that the graph keeps,
             :data:`~featstore.sampling.options.KEPT`.
-        seed_times: the times of all seeds there will be, where options need them and no call says them.
         engine, queue_depth, threads, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for impossible fan-outs, and
@@ -75,7 +73,6 @@ class StoredSampler(DiskSampler):
         self, store: OpenStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0,
         graph: str | None = None, engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True,
         threads: int | None = None, edge_ids: bool | None = None, options: SamplingOptions | None = None,
-        seed_times: TimesOfSeeds | None = None,
     ) -> None:  # fmt: skip
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
@@ -86,14 +83,12 @@ class StoredSampler(DiskSampler):
             "memory": memory, "engine": engine, "queue_depth": queue_depth, "verify": verify,
             "threads": threads,
         }  # fmt: skip
-        named = {
-            "seed": seed, "graph": graph, "edge_ids": edge_ids, "options": options, "seed_times": seed_times
-        }  # fmt: skip
+        named = {"seed": seed, "graph": graph, "edge_ids": edge_ids, "options": options}
         self._type = self.graph.table.name
         super().__init__(
             store, [self.graph], [Relation(self._type, self._type, _NONE, _NONE, self.fanouts)],
             {self._type: self.graph.table}, options=as_options(options), numbered=edge_ids,
-            seed_times=seed_times, **reading, given=((store, self.fanouts), reading | named),
+            **reading, given=((store, self.fanouts), reading | named),
         )  # fmt: skip
 
     @property
@@ -130,8 +125,7 @@ class StoredSampler(DiskSampler):
         node = checked_seeds(seeds, self.node_count)
         self._here()
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
-        times = self._times_of(seeds, seed_times)
-        given = None if times is None else {self._type: times}
+        given = None if seed_times is None else {self._type: seed_times}
         made: SampledSubgraph = self._made({self._type: node}, key, given)
         return made
 

@@ -41,7 +41,8 @@ class TypedSubgraph:
     the relations where they are known, or None where of none. ``num_sampled_nodes``: new nodes per hop, the
     seeds as hop 0; ``num_sampled_edges``: edges per hop, empty of bidirectional and induced subgraphs, whose
     edges are of no hop. ``batch``: int64 [m] by type, the number of the seed whose subgraph each node is in,
-    where these are disjoint; seeds of several types are numbered one type after the other.
+    where these are disjoint; seeds of several types are numbered one type after the other. ``input_id``:
+    int64 [b], of seeds of a list in which nodes may stand several times, their numbers in it.
     """
 
     node: dict[str, Ids]
@@ -52,6 +53,7 @@ class TypedSubgraph:
     num_sampled_nodes: dict[str, tuple[int, ...]]
     num_sampled_edges: dict[EdgeType, tuple[int, ...]]
     batch: dict[str, Ids] | None
+    input_id: Ids | None = None
 
 
 class TypedNeighborSampler:

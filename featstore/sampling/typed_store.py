@@ -13,7 +13,6 @@ from featstore.arguments import as_flag, known_name, shown
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets, whole_bytes
-from featstore.sampling.attributes import TimesOfSeeds
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
 from featstore.storage.edge_types import EdgeType, joined_name
@@ -26,13 +25,13 @@ __all__ = ["TypedInMemory", "TypedSeeds", "typed_bytes"]
 
 @dataclass(frozen=True)
 class TypedSeeds:
-    """Seeds of one type: ``ids`` int64, each once."""
+    """Seeds of one type: ``ids`` int64, each once, unless they may be repeated."""
 
     node_type: str
     ids: NDArray[np.int64]
 
     @classmethod
-    def of(cls, store: OpenStore, given: Any) -> TypedSeeds:
+    def of(cls, store: OpenStore, given: Any, *, repeated: bool = False) -> TypedSeeds:
         """``given``: a pair of a node type and its ids, a mask, the name of an array, or None for all nodes;
         or the name of an array ``TYPE.NAME``. Raises ArgumentError, UnknownNameError, IdError."""
         node_type: Any
@@ -54,7 +53,8 @@ class TypedSeeds:
         rows = store.tables[node_type].rows
         if isinstance(ids, str):
             ids = store.arrays[known_name(ids, store.manifest.arrays, "seeds: the store has no array")]
-        return cls(node_type, checked_train(np.arange(rows) if ids is None else ids, rows))
+        ids = np.arange(rows) if ids is None else ids
+        return cls(node_type, checked_train(ids, rows, repeated=repeated))
 
 
 def typed_graphs(store: OpenStore) -> dict[EdgeType, StoredGraph]:
@@ -93,20 +93,18 @@ class TypedInMemory:
 
     ``fanouts``: as for :class:`~featstore.sampling.typed.TypedNeighborSampler`; relations may be named as
     graphs are, ``a__r__b``. Mini-batches have ``e_id`` of the relations whose graphs keep the numbers of
-    edges (unless ``edge_ids`` is False). ``seed_times``: the times of all seeds there will be, where options
-    need them. ``sampler``: what samples.
+    edges (unless ``edge_ids`` is False). ``sampler``: what samples.
     """
 
     def __init__(
         self, store: OpenStore, node_type: str, fanouts: Sequence[int] | Mapping[Any, Sequence[int]],
         seed: int = 0, *, edge_ids: bool | None = None, options: SamplingOptions | None = None,
-        seed_times: TimesOfSeeds | None = None,
     ) -> None:  # fmt: skip
         graphs = typed_graphs(store)
         fanouts = by_edge_type(graphs, fanouts)
         numbered = True if edge_ids is None else as_flag(edge_ids, "edge_ids")
         ids = {t: read_edge_ids(g, by_node=True) for t, g in graphs.items() if numbered and g.has_edge_ids}
-        self.node_type, self.seed, self._seed_times = node_type, seed, seed_times
+        self.node_type, self.seed = node_type, seed
         self.sampler = TypedNeighborSampler(
             {edge_type: read_csc(graph) for edge_type, graph in graphs.items()},
             {name: store.tables[name].rows for name in store.node_types},
@@ -134,10 +132,13 @@ class TypedInMemory:
         """Number of nodes of the seeds' type."""
         return self.sampler.nodes[self.node_type]
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> TypedSubgraph:
+    def sample(
+        self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: NDArray[Any] | None = None,
+    ) -> TypedSubgraph:  # fmt: skip
         """The mini-batch around seeds of the type, whose ``edge_id`` are positions in the stored
-        ``GRAPH/sources``; raises what the sampler raises."""
-        times = None if self._seed_times is None else {self.node_type: self._seed_times.of(seeds)}
+        ``GRAPH/sources``; ``seed_times``: int64 [b]; raises what the sampler raises."""
+        times = None if seed_times is None else {self.node_type: seed_times}
         return self.sample_types({self.node_type: seeds}, batch_index, epoch=epoch, seed_times=times)
 
     def sample_types(

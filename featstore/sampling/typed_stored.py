@@ -9,7 +9,7 @@ types.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,6 @@ from featstore.sampling.typed import TypedSubgraph, subgraph_of, typed_fanouts
 from featstore.sampling.typed_store import by_edge_type, typed_graphs
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.store import OpenStore, as_store
-
-if TYPE_CHECKING:
-    from featstore.sampling.attributes import TimesOfSeeds
 
 _NONE = np.empty(0, np.int64)
 
@@ -52,7 +49,6 @@ class TypedStoredSampler(DiskSampler):
             :data:`~featstore.sampling.options.KEPT`, by edge type.
         edge_ids: mini-batches have ``e_id`` of the relations whose graphs keep the numbers of edges, unless
             it is False.
-        seed_times: the times of all seeds there will be, where options need them and no call says them.
         engine, queue_depth, threads, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for a store without edge types,
@@ -62,7 +58,7 @@ class TypedStoredSampler(DiskSampler):
     def __init__(
         self, store: OpenStore, node_type: str, fanouts: Sequence[int] | Mapping[Any, Sequence[int]], *,
         memory: int | str, seed: int = 0, options: SamplingOptions | None = None,
-        edge_ids: bool | None = None, seed_times: TimesOfSeeds | None = None, engine: str = "auto",
+        edge_ids: bool | None = None, engine: str = "auto",
         queue_depth: int = QUEUE_DEPTH, verify: bool = True, threads: int | None = None,
     ) -> None:  # fmt: skip
         graphs = typed_graphs(as_store(store))
@@ -80,10 +76,10 @@ class TypedStoredSampler(DiskSampler):
             "memory": memory, "engine": engine, "queue_depth": queue_depth, "verify": verify,
             "threads": threads,
         }  # fmt: skip
-        named = {"seed": seed, "options": options, "edge_ids": edge_ids, "seed_times": seed_times}
+        named = {"seed": seed, "options": options, "edge_ids": edge_ids}
         super().__init__(
             store, list(graphs.values()), relations, tables, options=said, numbered=numbered,
-            seed_times=seed_times, **reading, given=((store, node_type, fanouts), reading | named),
+            **reading, given=((store, node_type, fanouts), reading | named),
         )  # fmt: skip
 
     @property
@@ -109,8 +105,7 @@ class TypedStoredSampler(DiskSampler):
         BudgetError where the mini-batch needs more scratch than the budget leaves, CorruptionError,
         DeviceError, FormatError, ClosedError.
         """
-        times = self._times_of(seeds, seed_times)
-        given = None if times is None else {self.node_type: times}
+        given = None if seed_times is None else {self.node_type: seed_times}
         return self.sample_types({self.node_type: seeds}, batch_index, epoch=epoch, seed_times=given)
 
     def sample_types(

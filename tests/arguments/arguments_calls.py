@@ -359,7 +359,6 @@ CALLS: dict[str, Call] = {
             "graph": NAME.optional,
             "edge_ids": FLAG.optional,
             "options": Rule({**NONSENSE, "a mapping": {"replace": True}, "a text": "replace"}),
-            "seed_times": Rule({**NONSENSE, "an array": np.arange(2), "a text": "times"}),
             **without(OPTIONS_OF_READING, "model"),
         },
     ),

@@ -18,7 +18,7 @@ import featstore
 from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
 from featstore.reader.graphs import read_whole
 from featstore.sampling import list_draws
-from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
+from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.batches import GraphInMemory
 from featstore.sampling.links import LinkSampler, Negatives
 from featstore.sampling.options import KEPT, SamplingOptions
@@ -209,28 +209,22 @@ def test_links(plain: featstore.Store, typed: featstore.Store, mode: str) -> Non
         np.testing.assert_array_equal(getattr(made[0], name), getattr(made[1], name))
 
 
-def test_times_of_seeds_pickles_and_forks(plain: featstore.Store) -> None:
+def test_samplers_by_time_pickle_and_fork(plain: featstore.Store) -> None:
     seeds = seeds_of(1, 40, NODES)
+    times = (seeds * 3) % LATEST
     said = SamplingOptions(weights=KEPT, edge_times=KEPT, temporal="last")
-    known = TimesOfSeeds(seeds, (seeds * 3) % LATEST)
-    with StoredSampler(plain, [4, 4], memory="8MiB", options=said, seed_times=known) as sampler:
-        expected = sampler.sample(seeds)
-        assert_equal(sampler.sample(seeds, seed_times=(seeds * 3) % LATEST), expected)
+    with StoredSampler(plain, [4, 4], memory="8MiB", options=said) as sampler:
+        expected = sampler.sample(seeds, seed_times=times)
 
         def child() -> bool:
-            assert_equal(sampler.sample(seeds), expected)
+            assert_equal(sampler.sample(seeds, seed_times=times), expected)
             return True
 
         assert in_child(child) == 0
         with pickle.loads(pickle.dumps(sampler)) as again:
-            assert_equal(again.sample(seeds), expected)
-        with pytest.raises(ArgumentError, match="no time for a seed"):
-            sampler.sample(np.setdiff1d(np.arange(NODES), seeds)[:3])
-    with (
-        StoredSampler(plain, [4], memory="8MiB", options=said) as sampler,
-        pytest.raises(ArgumentError, match="seed_times= is needed"),
-    ):
-        sampler.sample(seeds)
+            assert_equal(again.sample(seeds, seed_times=times), expected)
+        with pytest.raises(ArgumentError, match="seed_times= is needed"):
+            sampler.sample(seeds)
     with plain.sampler([4], memory="8MiB", weight_attr="weights") as weighted:
         with pytest.raises(ArgumentError, match="no effect"):
             weighted.sample([1, 2], seed_times=np.array([1, 2]))
