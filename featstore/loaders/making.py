@@ -20,7 +20,6 @@ from featstore.loaders.divided import GivenShare
 from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
-from featstore.loaders.mega.options import check_said
 from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
@@ -352,7 +351,11 @@ class Making:
 
     def _partitions(self, own: dict[str, Any]) -> Mode:
         said = said_otherwise(self.given.said)
-        check_said(said, self._of_types)
+        if said and isinstance(self.store, WholeStore):
+            raise ArgumentError(
+                f"{', '.join(said)}: over hosts mode 'partitions' samples uniformly, without replacement, "
+                "inside the partitions that are in memory: take mode='online'"
+            )
         if self._in_order:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"

@@ -51,7 +51,8 @@ class NamedOptions:
         given = dict(SAMPLING_OPTIONS) | {name: one for name, one in said.items() if one is not None}
         self.said = said_otherwise(said)
         subgraph = getattr(given["subgraph_type"], "value", given["subgraph_type"])  # of an enumeration
-        self._plain = {
+        #: Those of :class:`~featstore.sampling.options.SamplingOptions` that are of no array.
+        self.plain = {
             "replace": as_flag(given["replace"], "replace"),
             "disjoint": as_flag(given["disjoint"], "disjoint"),
             "subgraph": as_choice(subgraph, "subgraph_type", SUBGRAPHS),
@@ -61,19 +62,41 @@ class NamedOptions:
         self._weights = _Attribute.of(store, graph, "weight_attr", given, graph.has_weights)
         self._times = _Attribute.of(store, graph, "time_attr", given, graph.has_times)
         self.input_time = given["input_time"]
-        if self._times is None and (self.input_time is not None or self._plain["temporal"] != "uniform"):
+        if self._times is None and (self.input_time is not None or self.plain["temporal"] != "uniform"):
             raise ArgumentError("input_time= and temporal_strategy= are of times: say which, time_attr=")
         of_edges = self._times is not None and not self._times.of_nodes
         if of_edges and not seeds_have_times and self.input_time is None:
             raise ArgumentError("time_attr= of edges needs the times of the seeds, input_time=")
-        if self._times is None and self._plain["window"] is not None:
+        if self._times is None and self.plain["window"] is not None:
             raise ArgumentError("time_window= is of times: say which, time_attr=")
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is said that changes what is drawn."""
         same = self._weights is None and self._times is None
-        return same and SamplingOptions(**self._plain).is_plain
+        return same and SamplingOptions(**self.plain).is_plain
+
+    @property
+    def weighted(self) -> list[StoredGraph]:
+        """The graph, where the weights are those that it keeps."""
+        return [self._graph] if self._weights is not None and self._weights.kept else []
+
+    @property
+    def timed(self) -> list[StoredGraph]:
+        """The same of times."""
+        return [self._graph] if self._times is not None and self._times.kept else []
+
+    @property
+    def node_times(self) -> dict[str, str]:
+        """The name of the array of the times of nodes, by their table."""
+        times = self._times
+        return {self._graph.table.name: times.name} if times is not None and times.of_nodes else {}
+
+    @property
+    def arrays(self) -> list[str]:
+        """Names of arrays with a value for each edge."""
+        both = (self._weights, self._times)
+        return [one.name for one in both if one is not None and not (one.kept or one.of_nodes)]
 
     @property
     def of_memory(self) -> list[str]:
@@ -93,7 +116,7 @@ class NamedOptions:
     def read(self) -> SamplingOptions:
         """The options, with arrays in the order of the graph's CSC arrays. Raises CorruptionError,
         DeviceError, FormatError, SourceError."""
-        parts, ids, graph = dict(self._plain), None, self._graph
+        parts, ids, graph = dict(self.plain), None, self._graph
         if any(one is not None and not (one.kept or one.of_nodes) for one in (self._weights, self._times)):
             ids = read_edge_ids(graph, by_node=True)
         if self._weights is not None:
@@ -108,7 +131,7 @@ class NamedOptions:
     def from_disk(self) -> SamplingOptions:
         """The options of a sampler from disk, where none is of memory alone. Raises CorruptionError,
         DeviceError."""
-        parts = dict(self._plain)
+        parts = dict(self.plain)
         if self._weights is not None:
             parts["weights"] = KEPT
         if self._times is not None:

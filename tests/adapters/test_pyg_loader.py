@@ -194,11 +194,6 @@ def test_every_mini_batch_is_the_sources(
         ({"time_attr": "some"}, SourceError, "50 values; the graph has 1,800 edges and 300 nodes"),
         ({"input_time": torch.arange(3)}, ArgumentError, "time_attr="),
         ({"time_attr": "y", "input_time": torch.arange(3)}, SourceError, "input_time must be integers.*300"),
-        (
-            {"replace": True, "mode": "partitions", "shuffle": True},
-            ArgumentError,
-            "replace: mode 'partitions' samples",
-        ),
         ({"neighbor_sampler": 3}, SourceError, "neighbor_sampler"),
         ({"num_neighbors": {("a", "b", "c"): [2]}}, SourceError, "edge type"),
         ({"input_nodes": ("paper", None)}, SourceError, "'paper'"),

@@ -94,16 +94,15 @@ class Sampling:
         else:
             ((name, lists),) = mega.lists.items()
             self._sampler = NeighborSampler(
-                lists.indptr, lists.indices, fanouts[name], mega.seed, edge_ids=lists.edge_ids
+                lists.indptr, lists.indices, fanouts[name], mega.seed, edge_ids=lists.edge_ids, options=said
             )
 
     def sample(self, seeds: NDArray[np.int64], key: int) -> LocalSample:
         """The mini-batch around local ids of seeds."""
         found: Any
-        rows, epoch = self.mega.rows, self.mega.epoch
+        rows, epoch, times = self.mega.rows, self.mega.epoch, self._seed_times
+        of_seeds = None if times is None else times.of(rows[self._seeds].node[seeds].astype(np.int64))
         if isinstance(self._sampler, TypedNeighborSampler):
-            times = self._seed_times
-            of_seeds = None if times is None else times.of(rows[self._seeds].node[seeds].astype(np.int64))
             found = self._sampler.sample(self._seeds, seeds, key, epoch=epoch, seed_times=of_seeds)
             self._check_numbers(found.e_id or {})
             none: NDArray[np.int64] = np.empty(0, np.int64)
@@ -117,14 +116,14 @@ class Sampling:
                 None if batch is None else batch | others,
             )  # fmt: skip
         ((table, here),), (graph,) = rows.items(), self._types
-        found, of = self._sampler.sample(seeds, key, epoch=epoch), self._types[graph]
+        found, of = self._sampler.sample(seeds, key, epoch=epoch, seed_times=of_seeds), self._types[graph]
         local = {table: found.node}
         self._check_numbers({of: found.e_id})
         weight = self._weights_of({of: found.row}, {of: found.col}, local)
         return LocalSample(
             here.node[found.node].astype(np.int64), found.row, found.col, len(seeds),
             found.num_sampled_nodes, found.num_sampled_edges, local, None if weight is None else weight[of],
-            found.e_id,
+            found.e_id, found.batch,
         )  # fmt: skip
 
     def _check_numbers(self, e_id: Mapping[Any, NDArray[np.int64] | None]) -> None:

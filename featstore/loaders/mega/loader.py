@@ -86,8 +86,7 @@ class PartitionsLoader(PrefetchingLoader):
             each.
         edge_table: the table whose rows edges have, or the names of several, read by their numbers; each
             mini-batch has them beside those of its nodes.
-        said: samplers' options, :data:`featstore.sampling.attributes.SAMPLING_OPTIONS`, of a store with
-            types.
+        said: samplers' options, :data:`featstore.sampling.attributes.SAMPLING_OPTIONS`.
         sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``node_ids``,
             ``engine``, ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`;
             ``memory`` covers the mini-batches as well.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError
 from featstore.loaders.mega.partition_set import PartitionSet
-from featstore.sampling.attributes import TimesOfSeeds
+from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed_options import TypedOptions
-from featstore.sampling.typed_store import TypedSeeds
 
 if TYPE_CHECKING:
     from featstore.loaders.mega.parts import Parts
@@ -24,20 +23,11 @@ _ORDER_BYTES = 44  # of an edge, while lists are put in the order of the times o
 _ASCENDING_BYTES = 10  # of an edge, while it is seen that lists ascend in time
 
 
-def check_said(said: Iterable[str], typed: bool) -> None:
-    """Raise ArgumentError for options of samplers, by name, over a graph without types."""
-    names = list(said)
-    if names and not typed:
-        raise ArgumentError(
-            f"{', '.join(names)}: mode 'partitions' samples a graph without types uniformly, without "
-            "replacement, inside the partitions that are in memory: take mode='online'"
-        )
-
-
 class DrawnWith:
-    """What was ``said`` of :data:`~featstore.sampling.attributes.SAMPLING_OPTIONS` over all edge types, as
-    :class:`~featstore.sampling.typed_options.TypedOptions` has it; nothing without types. ``train``: the
-    seeds, as :meth:`Parts.as_seeds` gives them, whose times may be given. Raises ArgumentError, SourceError.
+    """What was ``said`` of :data:`~featstore.sampling.attributes.SAMPLING_OPTIONS`, over all edge types as
+    :class:`~featstore.sampling.typed_options.TypedOptions` has it, without types as
+    :class:`~featstore.sampling.attributes.NamedOptions`. ``train``: the seeds, as :meth:`Parts.as_seeds`
+    gives them, whose times may be given. Raises ArgumentError, SourceError.
     """
 
     def __init__(self, parts: Parts, said: Mapping[str, Any] | None = None, train: Any = None) -> None:
@@ -47,12 +37,18 @@ class DrawnWith:
         self._timed: set[str] = set()
         self._node_times: dict[str, NDArray[Any]] = {}
         self.seed_times: TimesOfSeeds | None = None
-        check_said(said or {}, parts.typed)
         if not said:
             return
-        options = TypedOptions(parts.store, said)
-        if options.arrays:
-            names = ", ".join(map(repr, options.arrays.values()))
+        options: TypedOptions | NamedOptions
+        if parts.typed:
+            options = TypedOptions(parts.store, said)
+            arrays = list(options.arrays.values())
+        else:
+            (graph,) = parts.graphs.values()
+            options = NamedOptions(parts.store, graph, said)
+            arrays = options.arrays
+        if arrays:
+            names = ", ".join(map(repr, arrays))
             raise ArgumentError(
                 "in mode 'partitions' weights and times of edges are those that graphs keep, not arrays, as "
                 f"{names}: pack them with edge_weights= or edge_times=, or take mode='online'"
@@ -64,9 +60,9 @@ class DrawnWith:
             if name in parts.tables:
                 self._node_times[name] = parts.store.arrays[array].astype(np.int64, copy=False)
         if options.input_time is not None:
-            assert isinstance(train, TypedSeeds)
-            self.seed_times = TimesOfSeeds(train.ids, options.input_time)
-            self._seeds = len(train.ids)
+            ids = parts.seed_ids(train)
+            ids = np.arange(parts.tables[parts.seed_table(train)].rows) if ids is None else ids
+            self.seed_times, self._seeds = TimesOfSeeds(ids, options.input_time), len(ids)
 
     @property
     def _has_times(self) -> bool:
@@ -115,12 +111,18 @@ class DrawnWith:
             node = mega.rows[name].node
             times[name] = np.zeros(len(node), np.int64)
             np.take(known, node, out=times[name], mode="clip")  # places without a node have any time
+        weights, of_edges = (
+            self._by_type(mega, part, graphs)
+            for part, graphs in (("weights", self._weighted), ("times", self._timed))
+        )
         return SamplingOptions(
-            **self._plain, node_times=times or None, weights=self._by_type(mega, "weights", self._weighted),
-            edge_times=self._by_type(mega, "times", self._timed),
+            **self._plain, weights=self._given(weights), node_times=self._given(times),
+            edge_times=self._given(of_edges),
         )  # fmt: skip
 
-    def _by_type(self, mega: PartitionSet, part: str, graphs: set[str]) -> dict[Any, Any] | None:
-        return {
-            self._parts.graphs[name].edge_type: mega.lists[name].values[part] for name in sorted(graphs)
-        } or None
+    def _given(self, by_type: dict[Any, Any]) -> Any:
+        """As samplers take it: without types the array alone."""
+        return (by_type if self._parts.typed else next(iter(by_type.values()))) if by_type else None
+
+    def _by_type(self, mega: PartitionSet, part: str, graphs: set[str]) -> dict[Any, Any]:
+        return {self._parts.graphs[name].edge_type: mega.lists[name].values[part] for name in sorted(graphs)}
