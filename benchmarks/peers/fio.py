@@ -48,7 +48,7 @@ def folder(paths: Sequence[Path]) -> Path:
 
 
 def _run(arguments: Sequence[str], directory: Path) -> list[dict[str, Any]]:
-    common = ["--output-format=json", "--direct=1", "--ioengine=io_uring"]
+    common = ["--output-format=json", "--direct=1", "--ioengine=io_uring", "--fixedbufs=1"]
     done = subprocess.run(
         ["fio", *common, *arguments], capture_output=True, text=True, check=False, cwd=directory
     )
