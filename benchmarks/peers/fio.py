@@ -48,7 +48,7 @@ def folder(paths: Sequence[Path]) -> Path:
 
 
 def _run(arguments: Sequence[str], directory: Path) -> list[dict[str, Any]]:
-    common = ["--output-format=json", "--direct=1", "--ioengine=io_uring", "--fixedbufs=1"]
+    common = ["--output-format=json", "--direct=1", "--ioengine=io_uring"]
     done = subprocess.run(
         ["fio", *common, *arguments], capture_output=True, text=True, check=False, cwd=directory
     )
@@ -73,6 +73,10 @@ def _several(processes: int) -> list[str]:
     return [] if processes == 1 else [f"--numjobs={processes}", "--group_reporting"]
 
 
+def _registered(registered: bool) -> list[str]:
+    return ["--fixedbufs=1"] if registered else []
+
+
 def random_read(
     paths: Sequence[Path],
     seconds: float,
@@ -80,13 +84,15 @@ def random_read(
     depth: int = 128,
     seed: int = 1,
     processes: int = 1,
+    registered: bool = False,
 ) -> FioResult:
     """Random direct reads of one block over all files for some seconds, any block as often as it comes;
-    by so many processes, each with this depth."""
+    by so many processes, each with this depth; into ``registered`` buffers."""
     jobs = _run([
         "--name=random", f"--filename={names(paths)}", "--rw=randread", f"--bs={block_bytes}",
         f"--iodepth={depth}", "--readonly", "--norandommap", "--file_service_type=random", "--time_based",
         f"--runtime={seconds}", f"--randseed={seed}", "--allow_file_create=0", *_several(processes),
+        *_registered(registered),
     ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 
@@ -97,14 +103,15 @@ def sequential_read(
     block_bytes: int = 512 * 1024,
     depth: int = 32,
     processes: int = 1,
+    registered: bool = False,
 ) -> FioResult:
     """Direct reads from the first to the last byte, file after file; once, or again and again for some
-    seconds; by so many processes, each of all files."""
+    seconds; by so many processes, each of all files; into ``registered`` buffers."""
     limits = [] if seconds is None else ["--time_based", f"--runtime={seconds}"]
     jobs = _run([
         "--name=sequential", f"--filename={names(paths)}", "--rw=read", f"--bs={block_bytes}",
         f"--iodepth={depth}", "--readonly", "--file_service_type=sequential", "--allow_file_create=0",
-        *limits, *_several(processes),
+        *limits, *_several(processes), *_registered(registered),
     ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 
