@@ -10,8 +10,8 @@ Pinned to one core both have one process and one ring. The engine is the one tha
 calibrated for how many rings it may take: it goes by how busy its cores are. The longest gap to read through
 is calibrated. Checksums are verified but where a line says otherwise.
 
-fio runs as it does where nothing more is said. Beside it stands fio with registered buffers, as our rings have
-them: without a bar, for what then arrives has been neither checked nor put where it is wanted.
+fio runs as it does where nothing more is said. Beside it stands fio with registered buffers, as our rings
+have them: without a bar, for what then arrives has been neither checked nor put where it is wanted.
 
 Where the device's reads are themselves work of the cores, as on compressed RAM, fio's rate leaves none for
 what fio does not do. Dense and sequential reads are measured without checksums, too, without a bar: what they
