@@ -60,6 +60,7 @@ class _Library:
                 "the package 'liburing' is not installed (it has wheels for x86-64 glibc Linux)"
             )
         self.handle = ctypes.CDLL(str(path))
+        self._knows_flags = False
         self.functions = np.array([function_address(self.handle, name) for name in _FUNCTIONS], np.int64)
         missing = [n for n, a in zip(_FUNCTIONS, self.functions, strict=True) if a == 0]
         missing += [name for name in _SETUP if function_address(self.handle, name) == 0]
@@ -78,6 +79,7 @@ class _Library:
                 )
             )
             if r == 0:
+                self._knows_flags = flags != 0
                 return ring
             if r != -22:  # EINVAL: the kernel does not know the flags
                 break
@@ -88,7 +90,9 @@ class _Library:
         """Have the kernel know the memory that a ring reads into beforehand, as its buffer 0: it looks up no
         pages for each read then. It stays locked while the ring is open. Returns whether it does: a user may
         lock as much as RLIMIT_MEMLOCK, of all rings together. Reads are the same without, and a little
-        dearer."""
+        dearer. Not before Linux 6.1: there (before 5.12) rings themselves would lack what was locked."""
+        if not self._knows_flags:
+            return False
         vector = np.array([memory.ctypes.data, memory.nbytes], np.uint64)  # struct iovec
         r = int(self.handle.io_uring_register_buffers(
             ctypes.c_void_p(ring.ctypes.data), ctypes.c_void_p(vector.ctypes.data), ctypes.c_uint(1)
