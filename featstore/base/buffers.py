@@ -17,6 +17,7 @@ from featstore.units import PAGE_BYTES
 
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTNEED = 4
+_MADV_WIPEONFORK = 18
 _POPULATE_BYTES_MIN = 4 * 2**20
 ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
 
@@ -61,10 +62,12 @@ def aligned_buffer(byte_count: int) -> NDArray[np.uint8]:
     return np.frombuffer(_aligned(byte_count), np.uint8, byte_count)
 
 
-def unforked_buffer(byte_count: int) -> NDArray[np.uint8]:
-    """The same that forked children do not have: of what is locked they would get a copy there and then."""
+def private_buffer(byte_count: int) -> NDArray[np.uint8]:
+    """The same that is empty in forked children: of what is locked they would get a copy there and then. (It
+    must be there: a child that has something else at its address would give that back with it.)"""
     memory = _aligned(byte_count)
-    memory.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # before Linux 4.14 it is copied
+        memory.madvise(_MADV_WIPEONFORK)
     return np.frombuffer(memory, np.uint8, byte_count)
 
 

@@ -18,7 +18,7 @@ cores are wanted by others: a thread that has to wait for its core is not busy. 
 open, and lanes wait for that.
 
 A ring that has read for a while has the arena registered with the kernel, which then looks up no pages: a
-read of a page takes an eighth less of a core, a long one a twelfth. Forked children have no copy of it.
+read of a page takes an eighth less of a core, a long one a twelfth. Forked children have none of it.
 liburing's functions come from :mod:`featstore.engine.liburing`.
 """
 
@@ -34,7 +34,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.buffers import unforked_buffer
+from featstore.base.buffers import private_buffer
 from featstore.base.clock import CLOCK_GETTIME
 from featstore.base.native import address_of
 from featstore.base.system import available_cores, refusal, started
@@ -152,7 +152,7 @@ class UringEngine(Engine):
         rings = min(threads or available_cores(), room)
         super().__init__(queue_depth, staging_bytes, extent_bytes_max, rings)
         self._library = library()
-        self._arena = unforked_buffer(staging_bytes)
+        self._arena = private_buffer(staging_bytes)
         self._lock = threading.Lock()
         self._rings = [_Ring(k, queue_depth, self._lock) for k in range(rings)]
         self._counters = new_counters(rings)

@@ -134,6 +134,8 @@ def measure(
         finally:
             bench.close()
         model = fit_model(samples, gaps)
+        if bench.access == "mapped":  # pages that nobody looks at are not read, see reading_model
+            model = msgspec.structs.replace(model, gap_pages=0)
         model = msgspec.structs.replace(
             model, threads=decision.threads, read_cpu_seconds=decision.best.cpu_seconds
         )
