@@ -137,6 +137,20 @@ def others(store: Any, whole: Any, source: Source) -> None:
         for batch in loader:
             for of, values in source.times.items():
                 assert (values[batch.e_id[of]] <= 25).all()
+    listed, when = np.resize(SEEDS, 170), np.arange(170) * 7 % 50  # most stand twice, at other times
+    with store.loader(
+        **{**given, "seeds": ("paper", listed)}, mode="online", time_attr="times", input_time=when
+    ) as loader:
+        seen: list[int] = []
+        for batch in loader:
+            np.testing.assert_array_equal(batch.n_id["paper"][: batch.batch_size], listed[batch.input_id])
+            assert (batch.x["paper"] == source.rows["paper"][batch.n_id["paper"]]).all()
+            for of, values in source.times.items():
+                trees = batch.sample.batch[of[2]][batch.sample.col[of]]
+                assert (values[batch.e_id[of]] <= when[batch.input_id][trees]).all()
+            seen += batch.input_id.tolist()
+        own = np.flatnonzero(store.owners["paper"].hosts[listed] == store.place.host)
+        assert set(seen) == set(own.tolist())
     if store.place.hosts == 1:
         with store.loader(**{**given, "seeds": ("venue", None)}, mode="online") as loader:
             (batch,) = loader
