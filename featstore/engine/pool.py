@@ -54,7 +54,7 @@ from featstore.units import PAGE_BYTES
 
 THREADS_MAX = 32
 MAPPED_THREADS_MAX = 8
-_AT_ONCE, _PAGES_AT_ONCE = 128, 128  # mapped extents, and about how many pages, that a thread takes together
+_PAGES_AT_ONCE = 128  # about so many, in extents of a mapping, a thread takes together
 _SHORT_ROW_BYTES = 1024  # up to here rows are fetched before they are copied
 _EXTENTS_AHEAD = 3  # of which one line is fetched, so that the processor knows by then where the page is
 
@@ -246,7 +246,7 @@ class PoolEngine(Engine):
             by_key = self.mapped and not lane.fields[L.SPANS]
             if by_key:
                 fitting = _PAGES_AT_ONCE * lane.extents // max(1, lane.pages)
-                at_once = max(1, min(_AT_ONCE, fitting, lane.extents // (4 * self.threads)))
+                at_once = max(1, min(fitting, lane.extents // (4 * self.threads)))
                 _take_mapped(lane.address, at_once, CLOCK_GETTIME, scratch, counters)
             if not by_key or not lane.extents:  # what reads nothing loads both
                 staging = address_of(self._staging) + k * self.extent_bytes_max

@@ -259,10 +259,10 @@ def count_start(part: Any, groups: Any, parts: int, sizes: Any) -> int:
     return -1
 
 
-def _check_start(
-    start: NDArray[np.int32], groups: NDArray[np.int64], parts: int, sizes: NDArray[np.int64]
-) -> None:
-    nodes = int(groups[-1])
+def _sizes_of(start: NDArray[np.int32], groups: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """Nodes of each group in each part, int64 [groups * parts], of parts to go on from. Raises
+    SourceError."""
+    nodes, sizes = int(groups[-1]), np.zeros(parts * (len(groups) - 1), np.int64)
     if start.shape != (nodes,) or start.dtype != np.int32:
         raise SourceError(
             f"start must be int32 of shape ({nodes},), not {start.dtype} of shape {start.shape}"
@@ -270,6 +270,7 @@ def _check_start(
     bad = count_start(start, groups, parts, sizes)
     if bad >= 0:
         raise SourceError(f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {parts - 1}")
+    return sizes
 
 
 def _groups_of(groups: Sequence[int] | None, nodes: int) -> NDArray[np.int64]:
@@ -277,6 +278,17 @@ def _groups_of(groups: Sequence[int] | None, nodes: int) -> NDArray[np.int64]:
     if found[0] != 0 or found[-1] != nodes or (np.diff(found) < 0).any():
         raise SourceError(f"groups must ascend from 0 to {nodes}, the number of nodes, not {found.tolist()}")
     return found
+
+
+def _check_numbers(parts: int, passes: int, seed: int, slack: float, heat: float, ease: float) -> None:
+    if not 1 <= parts < 2**31:
+        raise SourceError(f"parts must be from 1 to 2**31 - 1, not {parts}")
+    if passes < 1 or seed < 0 or not 0 <= slack < float("inf"):
+        raise SourceError(
+            f"need passes >= 1, seed >= 0, slack >= 0, not passes={passes}, seed={seed}, slack={slack}"
+        )
+    if not 0 <= heat < float("inf") or not 1 <= ease < float("inf"):
+        raise SourceError(f"need heat >= 0 and ease >= 1, not heat={heat}, ease={ease}")
 
 
 def ldg_partition(
@@ -312,20 +324,13 @@ def ldg_partition(
     """
     indptr = checked_indptr(graph)
     nodes = node_count(graph)
-    if not 1 <= parts < 2**31:
-        raise SourceError(f"parts must be from 1 to 2**31 - 1, not {parts}")
-    if passes < 1 or seed < 0 or not 0 <= slack < float("inf"):
-        raise SourceError(
-            f"need passes >= 1, seed >= 0, slack >= 0, not passes={passes}, seed={seed}, slack={slack}"
-        )
-    if not 0 <= heat < float("inf") or not 1 <= ease < float("inf"):
-        raise SourceError(f"need heat >= 0 and ease >= 1, not heat={heat}, ease={ease}")
+    _check_numbers(parts, passes, seed, slack, heat, ease)
     bounds = _groups_of(groups, nodes)
     capacities = np.array([part_capacity(int(count), parts, slack) for count in np.diff(bounds)], np.int64)
-    part = np.full(nodes, -1, np.int32) if start is None else start
-    sizes = np.zeros(parts * len(capacities), np.int64)
-    if start is not None:
-        _check_start(start, bounds, parts, sizes)
+    if start is None:
+        part, sizes = np.full(nodes, -1, np.int32), np.zeros(parts * len(capacities), np.int64)
+    else:
+        part, sizes = start, _sizes_of(start, bounds, parts)
     before = np.empty(batch_nodes(nodes), np.int32)
     own = [_Scratch(parts, len(capacities)) for _ in range(threads)]
     ending, ending_random = np.zeros(_STATE_SIZE, np.int64), np.zeros(1, np.uint64)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from featstore.base.system import available_cores
 from featstore.errors import BudgetError, SourceError
-from featstore.order.ldg import PASSES, SLACK, ldg_memory_bytes, ldg_partition, part_capacity
+from featstore.order.ldg import PASSES, SLACK, count_start, ldg_memory_bytes, ldg_partition, part_capacity
 from featstore.order.metis import metis_installed, metis_memory_bytes, metis_partition, survey_graph
 from featstore.order.multilevel import (
     CLUSTERS_PER_PART,
@@ -131,10 +130,11 @@ def _evened(
 
 
 def _even(part: NDArray[np.int32], parts: int, groups: Sequence[int]) -> bool:
-    return all(
-        np.bincount(part[low:high], minlength=parts).max() <= part_capacity(high - low, parts, GROUP_SLACK)
-        for low, high in pairwise(groups)
-    )
+    bounds = np.array(groups, np.int64)
+    sizes = np.zeros((len(bounds) - 1) * parts, np.int64)
+    count_start(part, bounds, parts, sizes)
+    allowed = [part_capacity(int(count), parts, GROUP_SLACK) for count in np.diff(bounds)]
+    return bool((sizes.reshape(-1, parts).max(axis=1) <= allowed).all())
 
 
 def _multilevel_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int, groups: Groups) -> Order:
