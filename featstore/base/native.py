@@ -79,6 +79,7 @@ load_i32 = _make_load(I32, types.int32)
 load_u32 = _make_load(I32, types.uint32)
 load_i64 = _make_load(I64, types.int64)
 load_u64 = _make_load(I64, types.uint64)
+store_u8 = _make_store(I8, types.uint8)
 store_i32 = _make_store(I32, types.int32)
 store_i64 = _make_store(I64, types.int64)
 
@@ -295,7 +296,7 @@ call_pread = _make_call(
     I64, types.int64, [I32, I64, I64, I64], [types.int32, types.int64, types.int64, types.int64]
 )
 call_read = _make_call(I64, types.int64, [I32, I64, I64], [types.int32, types.int64, types.int64])
-call_clock_gettime = _make_call(I32, types.int32, [I32, I64], [types.int32, types.int64])
+call_i32_i32_i64 = _make_call(I32, types.int32, [I32, I64], [types.int32, types.int64])
 
 
 def function_address(library: ctypes.CDLL, name: str) -> int:

@@ -21,10 +21,13 @@ from featstore.base.native import (
     fence,
     load_i32,
     load_i64,
+    load_shared,
+    load_u8,
     load_u32,
     load_u64,
     memcpy,
     store_i64,
+    store_u8,
     stream_vector,
 )
 from featstore.base.rows import expect_row
@@ -59,33 +62,49 @@ def report_error(lane: Any, code: Any, page: Any, expected: Any, actual: Any) ->
 
 
 @njit(nogil=True)
-def _verify_page(lane: Any, page: Any, data: Any, following: Any) -> Any:
-    """Check the page at ``data`` while the one at ``following`` is fetched. Returns whether it is right."""
+def _verify_page(lane: Any, page: Any, data: Any, following: Any, checked: Any) -> Any:
+    """Check the page at ``data`` while the one at ``following`` is fetched; the bit of a right one is set at
+    ``checked``, where that is not 0. Returns whether it is right."""
     actual = crc_page(data, following)
     expected = load_u32(load_i64(lane + _CHECKSUMS) + 4 * page)
     if actual != expected:
         report_error(lane, np.int64(L.ERROR_CORRUPT), page, np.int64(expected), np.int64(actual))
         return False
+    if checked != 0:  # another thread may set a bit beside it at the same time, and one is lost: no harm
+        at = checked + (page >> 3)
+        store_u8(at, load_u8(at) | np.uint8(1 << (page & 7)))
     return True
 
 
 @njit(nogil=True)
-def _verify(lane: Any, extent_page: Any, first: Any, last: Any, data: Any, following: Any) -> Any:
-    """Check every page that holds wanted rows. Returns whether all are right."""
+def _verify(
+    lane: Any, extent_page: Any, first: Any, last: Any, data: Any, following: Any, checked: Any, trusted: Any
+) -> Any:
+    """Check every page that holds wanted rows. Returns whether all are right.
+
+    ``checked``: 0, or the address of bits, of which those of right pages are set. ``trusted``: what has its
+    bit is not checked but looked at.
+    """
     keys = load_i64(lane + _KEYS)
     bits = np.uint64(load_i64(lane + _POSITION_BITS))
     row_bytes = load_i64(lane + _ROW_BYTES)
     base = data - extent_page * PAGE_BYTES
-    held = np.int64(-1)  # the page to check as soon as it is known which one follows
+    seen = held = np.int64(-1)  # the page to check as soon as it is known which one follows
     for k in range(first, last):
         begin = np.int64(load_u64(keys + 8 * k) >> bits) * row_bytes
-        page = max(held + 1, begin // PAGE_BYTES)
+        page = max(seen + 1, begin // PAGE_BYTES)
         while page <= (begin + row_bytes - 1) // PAGE_BYTES:
-            if held >= 0 and not _verify_page(lane, held, base + held * PAGE_BYTES, base + page * PAGE_BYTES):
-                return False
-            held = page
+            seen = page
+            if trusted and load_u8(checked + (page >> 3)) >> np.uint8(page & 7) & 1:
+                load_shared(base + max(begin, page * PAGE_BYTES) // 8 * 8)
+            else:
+                if held >= 0 and not _verify_page(
+                    lane, held, base + held * PAGE_BYTES, base + page * PAGE_BYTES, checked
+                ):
+                    return False
+                held = page
             page += 1
-    return held < 0 or _verify_page(lane, held, base + held * PAGE_BYTES, following)
+    return held < 0 or _verify_page(lane, held, base + held * PAGE_BYTES, following, checked)
 
 
 @njit(nogil=True)
@@ -115,7 +134,7 @@ def _deliver_span(
         if checked:
             for page in range(begin // PAGE_BYTES, pages_end):
                 at = base + page * PAGE_BYTES
-                if not _verify_page(lane, page, at, at + PAGE_BYTES):
+                if not _verify_page(lane, page, at, at + PAGE_BYTES, 0):
                     return False
         t1 = now_ns(clock, scratch)
         upto = min(end, pages_end * PAGE_BYTES)
@@ -150,12 +169,14 @@ def _scatter(lane: Any, extent_page: Any, first: Any, last: Any, data: Any, keys
 
 
 @njit(nogil=True)
-def verify_extent(lane: Any, extent: Any, data: Any, following: Any) -> Any:
+def verify_extent(lane: Any, extent: Any, data: Any, following: Any, checked: Any, trusted: Any) -> Any:
     """Verify the pages of an extent of keys, which lie at ``data``; the next page that will be is that at
-    ``following``. Returns False after an error, which is then noted in the lane."""
+    ``following``. ``checked``, ``trusted``: see :func:`_verify`. Returns False after an error, which is then
+    noted in the lane."""
     first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
     last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
-    return _verify(lane, load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent), first, last, data, following)
+    page = load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent)
+    return _verify(lane, page, first, last, data, following, checked, trusted)
 
 
 @njit(nogil=True)
@@ -178,7 +199,7 @@ def deliver(lane: Any, extent: Any, data: Any, clock: Any, scratch: Any, counter
     if load_i64(lane + _SPANS) != 0:
         return _deliver_span(lane, extent, extent_page, data, clock, scratch, counters)
     t0 = now_ns(clock, scratch)
-    if load_i64(lane + _CHECKSUMS) != 0 and not verify_extent(lane, extent, data, data):
+    if load_i64(lane + _CHECKSUMS) != 0 and not verify_extent(lane, extent, data, data, 0, False):
         return False
     t1 = now_ns(clock, scratch)
     copy_extent(lane, extent, data, 0)

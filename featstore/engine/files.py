@@ -24,11 +24,25 @@ from featstore.layout import TableLayout
 Access = Literal["direct", "buffered", "mapped"]
 
 
+class Checked:
+    """Which pages of a table's mappings have been checked, and need not be again: ``bits``, uint8
+    [ceil(pages / 8)]. ``stale``, int64 [1], is not 0 once they say nothing any more."""
+
+    def __init__(self, pages: int) -> None:
+        self.bits = np.empty(self.bytes_for(pages), np.uint8)
+        self.bits.fill(0)  # is in memory then: what is counted later are pages of mappings
+        self.stale = np.zeros(1, np.int64)
+
+    @staticmethod
+    def bytes_for(pages: int) -> int:
+        return -(-pages // 8)
+
+
 class TableFiles:
     """The chunk files of a table, open. ``handles`` is int64 [files]: descriptors, or addresses of mappings.
 
-    ``checksums`` is uint32 [pages], or None where reads are not verified. Close it when no lane uses it any
-    more.
+    ``checksums`` is uint32 [pages], or None where reads are not verified. ``checked`` is the engine's. Close
+    it when no lane uses it any more.
     """
 
     def __init__(
@@ -38,6 +52,7 @@ class TableFiles:
         self.layout = layout
         self.checksums = checksums
         self.access: Access = access
+        self.checked: Checked | None = None
         self.buffered_because = ""
         self._descriptors: list[int] = []
         self._maps: list[tuple[mmap.mmap, NDArray[np.uint8]]] = []

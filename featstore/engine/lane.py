@@ -21,7 +21,7 @@ from featstore.errors import CancelledError, CorruptionError, DeviceError
 from featstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from featstore.engine.files import TableFiles
+    from featstore.engine.files import Checked, TableFiles
 
 # Fields of a lane. Kernels use the numbers; keep the two in step.
 EXTENTS = 0  # number of extents
@@ -45,7 +45,10 @@ FILE_BYTES = 17  # size of every chunk file in bytes
 PAGES_PER_FILE = 18
 CHECKSUMS = 19  # address of uint32 [pages], or 0: do not verify
 SPANS = 20  # address of int64 [extents, 3]: first byte, end (of the table), destination byte; or 0: by keys
-FIELDS = 21
+CHECKED = 21  # address of a bit for each page that need not be checked again, or 0: see featstore.engine.pool
+STALE = 22  # with these, address of an int64: not 0 where they mean nothing any more
+FAULTS = 23  # pages of a mapping that were not in this process's memory when they were looked at (atomically)
+FIELDS = 24
 
 ERROR_CORRUPT = 1
 ERROR_TRUNCATED = 2
@@ -70,6 +73,7 @@ class Lane:
         self.files = files
         self.on_done = on_done
         self.failure: Exception | None = None  # an error found outside the kernels
+        self.checked: Checked | None = None  # of a mapping: which pages need not be
         self.extents = len(extent_page)
         self._alive: tuple[Any, ...] = (extent_page, extent_pages, extent_first, keys, out, spans)
         self.extent_pages_max = int(extent_pages.max(initial=0))

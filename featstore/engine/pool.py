@@ -7,13 +7,23 @@ between requests. The threads engine works wherever Linux does and is the fallba
 calls are ``pread`` (``preadv`` of one buffer).
 
 The mapped engine delivers straight from the page cache through ``mmap``. It needs no staging and is the
-fastest when the whole table is warm in memory; cold, every page is a fault. A device error or a file
+fastest when the whole table is warm in memory; cold, every page is a fault. After a lane whose pages were all
+in memory, the next has a thread a core: more would take turns, and each other's caches.
+
+Through a mapping a page is checked when it has come into memory, and not again as long as it has stayed
+there. It has where no thread of the reader had to wait for, or to look up, any page of its mappings since
+(the system counts both for each thread): the first such page, whichever it is, ends the trust in all. Bits
+for pages that were checked take the memory that other engines stage pages in; tables of more pages than that
+has bits are checked at each read.
+
+A device error or a file
 truncated *during* a read raises SIGBUS, which ends the process: sizes are checked before each lane, but the
 race remains. Prefer the other engines.
 """
 
 from __future__ import annotations
 
+import resource
 import threading
 from typing import Any, ClassVar
 
@@ -32,10 +42,13 @@ from featstore.base.native import (
     libc,
     load_i32,
     load_i64,
+    load_shared,
+    load_u64,
     memzero,
     prefetch,
 )
-from featstore.base.system import no_thread, submitted
+from featstore.base.page_faults import GETRUSAGE, page_faults
+from featstore.base.system import available_cores, no_thread, submitted
 from featstore.base.threads import shut_down, thread_pool
 from featstore.engine import counters as C
 from featstore.engine import lane as L
@@ -47,7 +60,7 @@ from featstore.engine.deliver import (
     report_error,
     verify_extent,
 )
-from featstore.engine.files import Access
+from featstore.engine.files import Access, Checked
 from featstore.engine.lane import Lane
 from featstore.errors import ClosedError, CorruptionError
 from featstore.units import PAGE_BYTES
@@ -56,7 +69,11 @@ THREADS_MAX = 32
 MAPPED_THREADS_MAX = 8
 _PAGES_AT_ONCE = 128  # about so many, in extents of a mapping, a thread takes together
 _SHORT_ROW_BYTES = 1024  # up to here rows are fetched before they are copied
+_FAULTS_SHARE = 256  # where one in so many extents was not in memory, threads wait more than they work
 _EXTENTS_AHEAD = 3  # of which one line is fetched, so that the processor knows by then where the page is
+_ROWS_AHEAD = 8  # the same of pages that need not be checked: the line that is wanted
+_USAGE = 64  # where in a thread's scratch there is room for what page_faults counts
+_SCRATCH_BYTES = 256
 
 _PREAD = function_address(libc(), "pread64") or function_address(libc(), "pread")
 _ERRNO = function_address(libc(), "__errno_location")
@@ -95,12 +112,21 @@ def _pread_extent(
     return got
 
 
+@njit(nogil=True)
+def _note_faults(lane: Any, faults: Any) -> None:
+    """Some pages of the mappings were not in memory: what was checked before may not be what is there now."""
+    atomic_add(lane + L.FAULTS * 8, faults)
+    if load_i64(lane + L.CHECKED * 8) != 0:
+        atomic_add(load_i64(lane + L.STALE * 8), 1)
+
+
 @njit(cache=True, nogil=True)
 def _work(
     lane: int,
     mapped: bool,
     staging: int,
     pread: int,
+    getrusage: int,
     errno_location: int,
     clock: int,
     scratch: int,
@@ -121,8 +147,10 @@ def _work(
         handle = load_i64(load_i64(lane + L.FILE_HANDLE * 8) + 8 * file)
         expected = min(pages * PAGE_BYTES, file_bytes - offset)
         begin = now_ns(clock, scratch)
+        before = np.int64(0)
         if mapped:
             data = handle + offset
+            before = page_faults(getrusage, scratch + _USAGE)[1]
         else:
             data = staging
             got = _pread_extent(
@@ -140,6 +168,10 @@ def _work(
         count_read(counters, expected, end - begin)
         if not deliver(lane, extent, data, clock, scratch, counters):
             return
+        if mapped:
+            faults = page_faults(getrusage, scratch + _USAGE)[1] - before
+            if faults > 0:  # some may be of where the rows go
+                _note_faults(lane, faults)
         atomic_add(lane + L.DONE * 8, 1)
 
 
@@ -154,32 +186,65 @@ def _mapped_at(lane: Any, extent: Any) -> Any:
     )
 
 
+@njit(nogil=True)
+def _expect_row_of(lane: Any, extent: Any) -> None:
+    """The first row of an extent will be looked at soon."""
+    keys = load_i64(lane + L.KEYS * 8)
+    first = np.int64(load_i32(load_i64(lane + L.EXTENT_FIRST * 8) + 4 * extent))
+    row = np.int64(load_u64(keys + 8 * first) >> np.uint64(load_i64(lane + L.POSITION_BITS * 8)))
+    page = load_i64(load_i64(lane + L.EXTENT_PAGE * 8) + 8 * extent)
+    prefetch(_mapped_at(lane, extent) + row * load_i64(lane + L.ROW_BYTES * 8) - page * PAGE_BYTES)
+
+
+@njit(nogil=True)
+def _verify_extents(lane: Any, first: Any, last: Any, checked: Any, trusted: Any) -> Any:
+    """Check the pages of some extents; those that are noted in the bits at ``checked`` are looked at where
+    they are ``trusted``. Returns whether all are right."""
+    data = _mapped_at(lane, first)
+    for extent in range(first, last):
+        following = _mapped_at(lane, min(extent + 1, last - 1))
+        if trusted:
+            _expect_row_of(lane, min(extent + _ROWS_AHEAD, last - 1))
+        else:
+            prefetch(_mapped_at(lane, min(extent + _EXTENTS_AHEAD, last - 1)))
+        if not verify_extent(lane, extent, data, following, checked, trusted):
+            return False
+        data = following
+    return True
+
+
 @njit(cache=True, nogil=True)
-def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: NDArray[np.int64]) -> None:
+def _take_mapped(
+    lane: int, at_once: int, getrusage: int, clock: int, scratch: int, counters: NDArray[np.int64]
+) -> None:
     """Take extents of a lane of keys, so many at once, until there are none: what a clock and a counter
     shared by threads cost is spread over them, and each can be fetched into the caches while those before it
     are verified or copied."""
     extents = load_i64(lane + L.EXTENTS * 8)
-    checked = load_i64(lane + L.CHECKSUMS * 8) != 0
+    verified = load_i64(lane + L.CHECKSUMS * 8) != 0
+    checked, stale = load_i64(lane + L.CHECKED * 8), load_i64(lane + L.STALE * 8)
     short = load_i64(lane + L.ROW_BYTES * 8) <= _SHORT_ROW_BYTES
     pages_of = load_i64(lane + L.EXTENT_PAGES * 8)
     first_of = load_i64(lane + L.EXTENT_PAGE * 8)
     file_pages = load_i64(lane + L.PAGES_PER_FILE * 8)
     file_bytes = load_i64(lane + L.FILE_BYTES * 8)
+    waited = np.int64(0)
     while load_i64(lane + L.CANCEL * 8) == 0 and load_i64(lane + L.ERROR_CLAIM * 8) == 0:
         first = atomic_add(lane + L.NEXT * 8, at_once)
         if first >= extents:
             return
         last = min(first + at_once, extents)
         t0 = now_ns(clock, scratch)
-        if checked:
-            data = _mapped_at(lane, first)
-            for extent in range(first, last):
-                following = _mapped_at(lane, min(extent + 1, last - 1))
-                prefetch(_mapped_at(lane, min(extent + _EXTENTS_AHEAD, last - 1)))
-                if not verify_extent(lane, extent, data, following):
+        if verified:
+            trusted = checked != 0 and load_shared(stale) == 0
+            before = page_faults(getrusage, scratch + _USAGE)[1]
+            if not _verify_extents(lane, first, last, checked, trusted):
+                return
+            waited, faults = page_faults(getrusage, scratch + _USAGE)
+            if faults > before:
+                _note_faults(lane, faults - before)
+                if trusted and not _verify_extents(lane, first, last, checked, False):
                     return
-                data = following
         t1 = now_ns(clock, scratch)
         keys_end = np.int64(load_i32(load_i64(lane + L.EXTENT_FIRST * 8) + 4 * last)) if short else 0
         for extent in range(first, last):
@@ -187,6 +252,10 @@ def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: ND
             offset = load_i64(first_of + 8 * extent) % file_pages * PAGE_BYTES
             pages = np.int64(load_i32(pages_of + 4 * extent))
             count_read(counters, min(pages * PAGE_BYTES, file_bytes - offset), np.int64(0))
+        if verified:
+            faults = page_faults(getrusage, scratch + _USAGE)[0] - waited
+            if faults > 0:  # where the rows go there is nothing to wait for
+                _note_faults(lane, faults)
         counters[C.NS_VERIFY] += t1 - t0
         counters[C.NS_COPY] += now_ns(clock, scratch) - t1
         atomic_add(lane + L.DONE * 8, last - first)
@@ -205,10 +274,12 @@ class PoolEngine(Engine):
         super().__init__(count, 0 if self.mapped else staging_bytes, extent_bytes_max, count)
         self._staging = aligned_buffer(self.staging_bytes)
         self._counters = new_counters(self.threads)
-        self._scratch = np.zeros((self.threads, 8), np.int64)  # a cache line each
+        self._checked_bytes = staging_bytes if self.mapped else 0  # that bits for pages may still take
+        self._scratch = np.zeros((self.threads, _SCRATCH_BYTES // 8), np.int64)
         self._free = list(range(self.threads))
         self._lock = threading.Lock()
         self._closed = False
+        self._waits = True  # whether a thread waits, so that more than there are cores are of use
         self._pool = thread_pool(self.threads, f"featstore-{self.name}")
 
     def start(self, lane: Lane) -> None:
@@ -222,8 +293,14 @@ class PoolEngine(Engine):
                 lane.failure = error
                 submitted(self._pool, lane.on_done, lane)
                 return
-        workers = min(self.threads, max(1, lane.extents))
-        left = [workers]
+            checked = lane.checked = lane.files.checked
+            if checked is not None:
+                lane.fields[L.CHECKED], lane.fields[L.STALE] = (
+                    address_of(checked.bits), address_of(checked.stale)
+                )  # fmt: skip
+        threads = self.threads if self._waits else min(self.threads, available_cores())
+        workers = min(threads, max(1, lane.extents))
+        left = [workers, 0]
         for started in range(workers):
             try:
                 self._pool.submit(self._run, lane, left)
@@ -239,19 +316,22 @@ class PoolEngine(Engine):
                 return
 
     def _run(self, lane: Lane, left: list[int]) -> None:
+        """``left``: threads that have not come back, and pages that those that have waited for."""
         with self._lock:
             k = self._free.pop()
+        faults = -_major_faults()
         try:
             scratch, counters = address_of(self._scratch[k]), self._counters[k]
             by_key = self.mapped and not lane.fields[L.SPANS]
             if by_key:
                 fitting = _PAGES_AT_ONCE * lane.extents // max(1, lane.pages)
                 at_once = max(1, min(fitting, lane.extents // (4 * self.threads)))
-                _take_mapped(lane.address, at_once, CLOCK_GETTIME, scratch, counters)
+                _take_mapped(lane.address, at_once, GETRUSAGE, CLOCK_GETTIME, scratch, counters)
             if not by_key or not lane.extents:  # what reads nothing loads both
                 staging = address_of(self._staging) + k * self.extent_bytes_max
                 _work(
-                    lane.address, self.mapped, staging, _PREAD, _ERRNO, CLOCK_GETTIME, scratch, counters
+                    lane.address, self.mapped, staging, _PREAD, GETRUSAGE, _ERRNO, CLOCK_GETTIME, scratch,
+                    counters,
                 )  # fmt: skip
         except BaseException as error:  # the kernel could not be run: whoever waits must hear of it
             lane.failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
@@ -259,9 +339,25 @@ class PoolEngine(Engine):
             with self._lock:
                 self._free.append(k)
                 left[0] -= 1
+                left[1] += faults + _major_faults()
                 last = left[0] == 0
+                if last and self.mapped:
+                    self._waits = left[1] * _FAULTS_SHARE > lane.extents
+                    self._note_checked(lane)
         if last:
             lane.on_done(lane)
+
+    def _note_checked(self, lane: Lane) -> None:
+        """A lane is over: pages that are checked from now on are noted where all of its were in memory, and
+        forgotten where some were not."""
+        files, pages = lane.files, 0 if lane.files.checksums is None else len(lane.files.checksums)
+        if lane.fields[L.FAULTS]:
+            if files.checked is not None:
+                files.checked = None
+                self._checked_bytes += Checked.bytes_for(pages)
+        elif files.checked is None and lane.extents and 0 < Checked.bytes_for(pages) <= self._checked_bytes:
+            files.checked = Checked(pages)
+            self._checked_bytes -= Checked.bytes_for(pages)
 
     def counters(self) -> NDArray[np.int64]:
         total: NDArray[np.int64] = self._counters.sum(axis=0)
@@ -270,6 +366,11 @@ class PoolEngine(Engine):
     def close(self) -> None:
         self._closed = True
         shut_down(self._pool)
+
+
+def _major_faults() -> int:
+    """Of this thread: pages of mappings that it had to wait for."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 class ThreadsEngine(PoolEngine):

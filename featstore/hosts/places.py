@@ -85,16 +85,20 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     meeting = c10d.PrefixStore(f"featstore/hosts/{next(_opened)}", c10d._get_default_store())
     patience = _WIRE_PATIENCE * timeout_seconds
 
-    def meet() -> tuple[Any, list[torch.Tensor]]:
-        limit = timedelta(seconds=patience)
-        group: Any = c10d.ProcessGroupGloo(meeting, place.machine, place.hosts, limit)
-        parts = [torch.empty(1, dtype=torch.int64) for _ in range(place.hosts)]
-        group.allgather([parts], [torch.tensor([place.host])]).wait()
-        return group, parts
+    def meet() -> tuple[list[Any], list[torch.Tensor]]:
+        limit, parts = timedelta(seconds=patience), []
+        groups: list[Any] = [
+            c10d.ProcessGroupGloo(c10d.PrefixStore(way, meeting), place.machine, place.hosts, limit)
+            for way in ("up", "down")
+        ]
+        for group in groups:
+            parts = [torch.empty(1, dtype=torch.int64) for _ in range(place.hosts)]
+            group.allgather([parts], [torch.tensor([place.host])]).wait()
+        return groups, parts
 
     try:
         # gloo tries a host that died while it was meeting the others five times, each for all the patience.
-        group, parts = _within(_MEETING_PATIENCE * patience, meet)
+        (up, down), parts = _within(_MEETING_PATIENCE * patience, meet)
     except (RuntimeError, queue.Empty) as error:
         first = next(m for m in range(place.hosts) if m != place.machine)
         why = str(error).splitlines()[0][:200] if str(error) else "it was there, and did not answer"
@@ -108,7 +112,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
             "each one of its own, so that all are there"
         )
     order = [machine_of[host] for host in range(place.hosts)]
-    return GlooWire(group, order, place.leaders, patience)
+    return GlooWire(up, down, order, place.leaders, patience)
 
 
 def _within(seconds: float, make: Callable[[], Any]) -> Any:

@@ -39,25 +39,33 @@ class Wire(Protocol):
 
 
 class GlooWire:
-    """Over a group of ``gloo``, which has one process of each host. Nothing else may use the group.
+    """Over two groups of ``gloo`` with the same members, a process of each host: one for messages to hosts
+    of higher numbers, one for those to lower ones. Nothing else may use them.
 
-    ``order``: the members of the group, by host. ``ranks``: of the members in the run. ``timeout_seconds``:
+    While a connection of gloo is written to by a thread, its own thread cannot read from it, and asks again
+    and again whether it can: in one group, two hosts that send to each other would take turns, and a core.
+
+    ``order``: the members of the groups, by host. ``ranks``: of the members in the run. ``timeout_seconds``:
     of a single send or receive.
     """
 
-    def __init__(self, group: Any, order: list[int], ranks: list[int], timeout_seconds: float) -> None:
-        self._group, self._order, self._ranks = group, order, ranks
-        self.host, self.hosts = order.index(int(group.rank())), len(order)
+    def __init__(
+        self, up: Any, down: Any, order: list[int], ranks: list[int], timeout_seconds: float
+    ) -> None:
+        self._up, self._down, self._order, self._ranks = up, down, order, ranks
+        self.host, self.hosts = order.index(int(up.rank())), len(order)
         self._timeout = timedelta(seconds=timeout_seconds)
 
     def rank_of(self, host: int) -> int:
         return self._ranks[self._order[host]]
 
     def send(self, to: int, data: NDArray[np.uint8]) -> None:
-        self._group.send([_tensor(data)], self._order[to], _TAG).wait(self._timeout)
+        group = self._up if to > self.host else self._down
+        group.send([_tensor(data)], self._order[to], _TAG).wait(self._timeout)
 
     def post(self, source: int, into: NDArray[np.uint8]) -> Any:
-        return self._group.recv([_tensor(into)], self._order[source], _TAG)
+        group = self._down if source > self.host else self._up
+        return group.recv([_tensor(into)], self._order[source], _TAG)
 
     def take(self, posted: Any) -> None:
         posted.wait(self._timeout)
@@ -67,10 +75,11 @@ class GlooWire:
             # A wait that is over closes all connections of a group, and wakes up all who wait for them;
             # its abort() does nothing.
             nothing = np.empty(1, np.uint8)
-            with suppress(RuntimeError):
-                self._group.recv([_tensor(nothing)], self._order[self.host - 1], _NO_TAG).wait(_AT_ONCE)
+            for group in (self._up, self._down):
+                with suppress(RuntimeError):
+                    group.recv([_tensor(nothing)], self._order[self.host - 1], _NO_TAG).wait(_AT_ONCE)
         else:
-            self._group = None  # which closes its connections
+            self._up = self._down = None  # which closes their connections
 
 
 def _tensor(data: NDArray[np.uint8]) -> Any:

@@ -100,7 +100,7 @@ class Reader(Shown):
         queue_depth: reads under way at most.
         threads: that read, verify and copy rows, at most; by default as many as the device model says, for
             engine ``"uring"``, and up to 32 for ``"threads"``. Each reads through a ring of its own.
-        verify: check the checksum of every page read.
+        verify: check the checksum of every page read; with ``engine="mmap"`` when it has come into memory.
         model: the device model to plan with; by default the calibrated one of this device.
         by_row: ids are row numbers, positions in the order on disk; no map is held.
 
