@@ -26,7 +26,7 @@ from featstore.base.native import (
     crc32c_instruction,
     load_u8,
     load_u64,
-    prefetch_l2,
+    prefetch,
 )
 from featstore.units import PAGE_BYTES
 
@@ -89,7 +89,7 @@ def _crc_page_instruction(address: Any, following: Any) -> Any:
     c = np.uint64(0)
     d = np.uint64(0)
     for offset in range(0, _STREAM_BYTES, _LINE_BYTES // 4):  # so far in each stream, and a line in all
-        prefetch_l2(following + 4 * offset)
+        prefetch(following + 4 * offset)
         for at in range(address + offset, address + offset + _LINE_BYTES // 4, 8):
             a = crc32c_instruction(a, load_u64(at))
             b = crc32c_instruction(b, load_u64(at + _STREAM_BYTES))

@@ -1,6 +1,7 @@
 """What the library tells of itself: the logger ``featstore`` of the standard library's ``logging``.
 
-It says what was decided, at level INFO: a loader's mode, a reader's engine. Nothing is printed unless the
+It says what was decided, at level INFO: a loader's mode, a reader's engine; and at level DEBUG each piece of
+a request, with its reads and its time. Nothing is printed unless the
 program configures logging, or the environment has ``FEATSTORE_LOG=info``, which spawned processes inherit.
 """
 

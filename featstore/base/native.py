@@ -140,31 +140,14 @@ def memzero(typingctx: Any, destination: Any, byte_count: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-def _prefetch(builder: Any, address: Any, locality: int) -> None:
-    function_type = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    builder.call(function, [_pointer(builder, address, I8), I32(0), I32(locality), I32(1)])
-
-
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Hint that the cache line at an address will be read soon; never faults."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _prefetch(builder, args[0], 3)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def prefetch_l2(typingctx: Any, address: Any) -> Any:
-    """Hint that the cache line at an address will be read, into the second-level cache. Of those a processor
-    has more under way at once: whole pages come a quarter to a half faster than into the first. Never
-    faults."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _prefetch(builder, args[0], 2)
+        function_type = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, [_pointer(builder, args[0], I8), I32(0), I32(3), I32(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

@@ -7,11 +7,14 @@ abandons the request, which ends when its reads have.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from featstore.base.logs import LOG
 from featstore.base.system import no_thread
 from featstore.base.threads import Permits, SafeCondition, shut_down, thread_pool
 from featstore.engine.base import Engine
@@ -73,10 +76,12 @@ class Feeder:
         """Plan and start a piece, as soon as there is room for it; False where the request has stopped."""
         pieces = self._pieces
         pieces.acquire()
-        lane = None
+        lane, begin = None, time.perf_counter()
 
         def on_done(lane: Lane) -> None:
             pieces.release()
+            if LOG.isEnabledFor(logging.DEBUG):
+                _tell(lane, time.perf_counter() - begin)
             request.close_piece(lane, lane.error())
 
         try:
@@ -103,3 +108,11 @@ class Feeder:
         with self._idle:
             while self._open_requests:
                 self._idle.wait()
+
+
+def _tell(lane: Lane, seconds: float) -> None:
+    """Say of a piece of a request what was read, and how long planning and reading took."""
+    where = lane.files.paths[0].parent if lane.files.paths else "an empty table"
+    error = lane.error()
+    ended = "" if error is None else f", and ended with {type(error).__name__}"
+    LOG.debug("%s: %d reads of %d pages in %.2f ms%s", where, lane.extents, lane.pages, 1000 * seconds, ended)

@@ -90,6 +90,16 @@ def test_a_page_of_a_store_with_a_graph(
     assert "more --memory" in found["What to do"]
 
 
+def test_the_knee_is_where_a_node_has_less_than_the_mean(call: Call, store: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    call("inspect", store, "--html", page)
+    said = re.search(r"The first ([\d,]+) nodes", sections(page)["Worth of a static tier"])
+    assert said is not None
+    with featstore.open(store) as opened:
+        degrees = look_at_graph(next(iter(opened.graphs.values())), 1 << 30, silent).degrees
+    assert int(said[1].replace(",", "")) == (degrees > degrees.mean()).sum()
+
+
 def test_what_is_not_there_is_said(call: Call, two_tables: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(two_tables, tmp_path / NASTY))
     page = tmp_path / "report.html"
@@ -170,11 +180,22 @@ def test_what_is_told_of_a_graph_is_what_its_edges_are(tmp_path: Path, typed: bo
             look_at_graph(graph, 1 << 20, silent)
 
 
+def test_squares_are_numbered_by_the_first_of_their_group() -> None:
+    """As groups are made: partition i is in group i * groups // partitions."""
+    partitions, groups = 40, 32
+    first = [next(i for i in range(partitions) if i * groups // partitions == k) for k in range(groups)]
+    drawn = heat([[1.0] * groups] * groups, "edges", "sources", "targets", (partitions, partitions))
+    texts = [text.text for text in ElementTree.fromstring(f"<p>{drawn}</p>").iter("text")]
+    numbers = [str(first[k]) for k in (0, 8, 16, 23, 31)]
+    assert texts[:10] == numbers + numbers
+    assert texts[10:] == ["targets", "sources"]
+
+
 def test_charts_are_xml_whatever_the_names() -> None:
     for drawn in (
         curves({NASTY: [(1, 5)]}, NASTY, NASTY, log_x=True, log_y=True),
         curves({NASTY: [(1, 0), (3, 0)], "b": [(2, 2)]}, "x", "y"),
         stacks({NASTY: (0, 0)}, (NASTY, "b"), NASTY, str),
-        heat([[0.0]], NASTY),
+        heat([[0.0]], NASTY, NASTY, NASTY, (1, 1)),
     ):
         ElementTree.fromstring(f"<p>{drawn}</p>")

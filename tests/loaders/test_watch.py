@@ -231,6 +231,10 @@ def test_the_log_says_what_was_decided(path: Path) -> None:
     assert told.returncode == 0, told.stderr
     assert re.search(r"featstore\[\d+\] INFO: .*: mode online, because asked for", told.stderr)
     assert re.search(r"INFO: engine (uring|threads)", told.stderr)
+    assert " DEBUG: " not in told.stderr
+    each = log(path, "debug").stderr
+    reads = re.findall(r"DEBUG: .*features.*: (\d+) reads of (\d+) pages in [\d.]+ ms$", each, re.MULTILINE)
+    assert sum(int(count) for count, _ in reads) > 0
     wrong = log(path, "loud")
     assert wrong.returncode == 1
     assert "FEATSTORE_LOG=loud: it is one of debug, info, warning, error" in wrong.stderr

@@ -69,9 +69,11 @@ class _Axis:
 def curves(
     series: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str, *, log_x: bool = False,
     log_y: bool = False, joined: bool = True, words: Callable[[float], str] = compact,
+    marked: tuple[float, str] | None = None,
 ) -> str:  # fmt: skip
     """Lines (or points) of (x, y), each series of a name of its own. An axis with a logarithm takes numbers
-    above 0; ``words``: of the numbers at the upright one."""
+    above 0; ``words``: of the numbers at the upright one; ``marked``: a number at the other one where an
+    upright line stands, and its text."""
     xs, ys = ([point[axis] for points in series.values() for point in points] for axis in (0, 1))
     x = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, log_x)
     y = _Axis(min(ys) if log_y else 0.0, max(ys), _HEIGHT - _BOTTOM, _TOP, log_y)
@@ -91,6 +93,11 @@ def curves(
             title = f"{name}: {compact(value)}, {words(height)}"
             circle = f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}">'
             body.append(f"{circle}<title>{safe(title)}</title></circle>")
+    if marked is not None:
+        at = x.place(marked[0])
+        anchor, beside = ("start", 5) if at < (_LEFT + _WIDTH) / 2 else ("end", -5)
+        body += [_line(at, _TOP, at, _HEIGHT - _BOTTOM, 0.8)]
+        body += [_text(at + beside, _HEIGHT - _BOTTOM - 6, marked[1], anchor)]
     body.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, across))
     body.append(f'<g transform="rotate(-90 12 {_HEIGHT / 2})">{_text(12, _HEIGHT / 2, up)}</g>')
     legend = _legend(list(series)) if len(series) > 1 else ""
@@ -144,19 +151,38 @@ def stacks(
     return _svg(_WIDTH, max(1, len(rows)) * height, label, body) + _legend(names)
 
 
-def heat(shares: Sequence[Sequence[float]], label: str) -> str:
+def heat(
+    shares: Sequence[Sequence[float]], label: str, down: str, across: str, things: tuple[int, int]
+) -> str:
     """A square for each number of a matrix, the fuller the larger: by the square root of its part of the
-    largest, so that small ones are seen."""
+    largest, so that small ones are seen. ``things``: how many are ``down`` and ``across``, which rows and
+    columns are even groups of; the first of each is its number."""
     side, most = min(24.0, 480 / max(1, len(shares))), max(max(row) for row in shares) or 1.0
+    left, top, rows, columns = 60.0, 40.0, len(shares), len(shares[0])
+    wide, high = side * columns, side * rows
     body = [
-        f'<rect x="{j * side:.1f}" y="{i * side:.1f}" width="{side:.1f}" height="{side:.1f}" '
+        f'<rect x="{left + j * side:.1f}" y="{top + i * side:.1f}" width="{side:.1f}" height="{side:.1f}" '
         f'opacity="{math.sqrt(share / most):.3f}"><title>{i}, {j}: {share:.3%}</title></rect>'
         for i, row in enumerate(shares)
         for j, share in enumerate(row)
     ]
-    wide, high = side * len(shares[0]), side * len(shares)
-    body.append(f'<rect width="{wide:.1f}" height="{high:.1f}" fill="none" stroke="currentColor"/>')
-    return _svg(wide, high, label, body)
+    body.append(
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="none" '
+        'stroke="currentColor"/>'
+    )
+    for k in _some(columns):
+        body.append(_text(left + (k + 0.5) * side, top - 5, f"{-(-k * things[1] // columns):,}"))
+    for k in _some(rows):
+        body.append(_text(left - 5, top + (k + 0.5) * side + 4, f"{-(-k * things[0] // rows):,}", "end"))
+    body.append(_text(left + wide / 2, 12, across))
+    middle = top + high / 2
+    body.append(f'<g transform="rotate(-90 12 {middle:.1f})">{_text(12, middle, down)}</g>')
+    return _svg(max(left + wide + 30, 180.0), max(top + high + 10, 130.0), label, body)
+
+
+def _some(count: int) -> list[int]:
+    """A few numbers below ``count``, the first and the last of them, evenly."""
+    return sorted({round(k * (count - 1) / 4) for k in range(5)})
 
 
 def panels(

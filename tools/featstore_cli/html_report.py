@@ -51,7 +51,7 @@ def page(store: Any, data: dict[str, Any], run: Any, memory_bytes: int, tell: Te
         ("Memory of a reader by use, over budgets", lambda: _budgets(store)),
         ("Worth of a static tier", lambda: _each(store, facts, lambda name, one: _covered(store, name, one))),
         ("Sizes of partitions", lambda: _partitions(store)),
-        ("Edges between partitions", lambda: _each(store, facts, _between)),
+        ("Edges between partitions", lambda: _each(store, facts, lambda n, one: _between(store, n, one))),
         ("Degrees and hubs", lambda: _each(store, facts, _degrees)),
         ("Forecast of rates over sizes of requests", lambda: _rates(store, data, memory_bytes)),
         ("Compiled traces: where rows come from", lambda: _compiled(data)),
@@ -150,20 +150,33 @@ def _spread(count: int) -> list[int]:
 
 
 def _covered(store: Any, name: str, one: GraphFacts) -> str:
+    import numpy as np
+
     covered, graph = one.covered(), store.graphs[name]
     if not len(covered) or not covered[-1]:
         return _NO_EDGES
     nodes, row_bytes = len(covered), graph.table.row_bytes
+
+    def held(count: int) -> str:
+        return format_bytes(count * row_bytes) if graph.source_table is graph.table else "of two tables"
+
+    # The knee: where the curve is furthest above the straight line, and as steep as that.
+    knee = int(np.argmax(covered - np.arange(1, nodes + 1) / nodes)) + 1
     drawn = curves(
         {"ends of edges": [(k / nodes * 100, float(covered[k - 1]) * 100) for k in _spread(nodes)]},
         "% of the nodes, highest degrees first, in memory", "% of ends of edges", log_x=True,
+        marked=(knee / nodes * 100, f"{knee / nodes:.1%} of the nodes: {covered[knee - 1]:.1%}"),
     )  # fmt: skip
+    said = (
+        f"The first {knee:,} nodes ({held(knee)}) have {covered[knee - 1]:.1%} of the ends of edges; each "
+        "further one has less than the mean of all."
+    )
     rows = []
     for share in (0.001, 0.01, 0.05, 0.1, 0.2, 0.5):
         k = max(1, round(share * nodes))
-        held = format_bytes(k * row_bytes) if graph.source_table is graph.table else "of two tables"
-        rows.append([f"{share:.1%}", f"{k:,}", held, f"{covered[k - 1]:.1%}"])
-    return drawn + Grid(("of the nodes", "nodes", "their rows", "ends of edges"), rows, left=0).html()
+        rows.append([f"{share:.1%}", f"{k:,}", held(k), f"{covered[k - 1]:.1%}"])
+    table = Grid(("of the nodes", "nodes", "their rows", "ends of edges"), rows, left=0)
+    return f"<p>{said}</p>{drawn}{table.html()}"
 
 
 def _partitions(store: Any) -> str:
@@ -183,15 +196,18 @@ def _partitions(store: Any) -> str:
     return "".join(drawn) + _left_out(_charted(store), "tables")
 
 
-def _between(name: str, one: GraphFacts) -> str:
+def _between(store: Any, name: str, one: GraphFacts) -> str:
     if one.between.size < 2:
         return _ONE_PARTITION
     cut = "" if one.cut is None else f"{one.cut:.1%} of the edges join two partitions. "
-    groups = " x ".join(map(str, one.between.shape))
-    said = (
-        f"{cut}{groups} groups of partitions, sources down, targets across; fuller squares have more edges."
-    )
-    return f"<p>{said}</p>{heat(one.between.tolist(), f'edges between partitions of graph {name}')}"
+    groups, graph = " x ".join(map(str, one.between.shape)), store.graphs[name]
+    said = f"{cut}{groups} groups of partitions, numbered by their first; fuller squares have more edges."
+    parts = [len(table.partition_offsets) - 1 for table in (graph.source_table, graph.table)]
+    drawn = heat(
+        one.between.tolist(), f"edges between partitions of graph {name}", "partitions of sources",
+        "partitions of targets", (parts[0], parts[1]),
+    )  # fmt: skip
+    return f"<p>{said}</p>{drawn}"
 
 
 def _degrees(name: str, one: GraphFacts) -> str:
