@@ -90,14 +90,17 @@ def test_a_page_of_a_store_with_a_graph(
     assert "more --memory" in found["What to do"]
 
 
-def test_the_knee_is_where_a_node_has_less_than_the_mean(call: Call, store: Path, tmp_path: Path) -> None:
+def test_the_knee_is_where_the_curve_is_furthest_above_the_straight_line(
+    call: Call, store: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "report.html"
     call("inspect", store, "--html", page)
     said = re.search(r"The first ([\d,]+) nodes", sections(page)["Worth of a static tier"])
     assert said is not None
     with featstore.open(store) as opened:
-        degrees = look_at_graph(next(iter(opened.graphs.values())), 1 << 30, silent).degrees
-    assert int(said[1].replace(",", "")) == (degrees > degrees.mean()).sum()
+        covered = look_at_graph(next(iter(opened.graphs.values())), 1 << 30, silent).covered()
+    above = covered - np.arange(1, len(covered) + 1) / len(covered)
+    assert above[int(said[1].replace(",", "")) - 1] == pytest.approx(above.max(), abs=1e-12)
 
 
 def test_what_is_not_there_is_said(call: Call, two_tables: Path, tmp_path: Path) -> None:
