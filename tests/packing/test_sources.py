@@ -265,7 +265,7 @@ def test_raw_binary(tmp_path: Path) -> None:
     assert source.dtype == ml_dtypes.bfloat16
     check(source, half)
     (tmp_path / "y.npy").write_bytes(half.tobytes())
-    with pytest.raises(SourceError, match="headless; give --dtype and --shape"):
+    with pytest.raises(SourceError, match="can only be raw binary, which does not say what it"):
         open_rows(tmp_path / "y.npy")
     check(open_rows(tmp_path / "y.npy", dtype="bfloat16", shape=(20, 3)), half)
 

@@ -242,13 +242,13 @@ def _open_path(
         return npy_rows(path, dtype=dtype, shape=shape, name=name)
     if dtype is None or shape is None:
         what = (
-            "no .npy magic at its start, so it is"
+            "it does not begin as an .npy file does, so that it can only be raw binary"
             if suffix == ".npy"
-            else f"{suffix or 'no suffix'} is no known kind, so"
+            else f"a {suffix or 'plain'} file is read as raw binary (numbers in text are, as .csv)"
         )
         raise SourceError(
-            f"{path}: {what} headless; give --dtype and --shape (dtype= and shape=, the first number "
-            "may be -1)"
+            f"{path}: {what}, which does not say what it holds; give --dtype and --shape (dtype= and shape=, "
+            "the first number may be -1)"
         )
     return raw_rows(path, dtype, shape, offset=offset, name=name)
 
