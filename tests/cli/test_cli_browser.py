@@ -3,53 +3,24 @@ no request leaves the page."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browser import seen
 from cli_support import Call
 from featstore_cli.demo_page import page
 from featstore_demo.report import WAYS, DemoReport, Way
 
 import featstore
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "headless_shell")
 #: What would change the page's title, or ask for a file, were it anything but text.
 SCRIPT = "<script>document.title='ran'</script>"
 IMAGE = "<img src='http://127.0.0.1:9/asked' onerror=document.title='ran'>"
 NASTY = f"{SCRIPT}{IMAGE}&amp;\"'"
 
 pytestmark = pytest.mark.timeout(150)
-
-
-def seen(page: Path, folder: Path) -> tuple[str, set[str]]:
-    """The page's elements as the browser has them, and what it asked of any network in its name. Names of
-    hosts lead nowhere, so that the browser's own questions, if it has any, do not either."""
-    browser = next(filter(None, map(shutil.which, _NAMES)), None)
-    if browser is None:
-        pytest.skip(f"no browser is here, none of {', '.join(_NAMES)}")
-    log, shot = folder / "net.json", folder / "shot.png"
-    # As root it has no sandbox.
-    flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND",
-        f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}", "--timeout=20000",
-    ]  # fmt: skip
-    command = [browser, *flags, f"--screenshot={shot}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert shot.stat().st_size > 5000
-    assert log.stat().st_size
-    text = log.read_text()
-    asked = set()
-    for event in json.loads(text)["events"]:
-        url = event.get("params", {}).get("url", "")
-        if url.startswith(("http:", "https:", "ws:", "wss:", "ftp:")):
-            asked.add(url)
-    return done.stdout, asked
 
 
 def looked_at(page: Path, folder: Path) -> str:

@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 import pytest
+from browser import seen
 from featstore_cli.main import cli
 
 import featstore
@@ -45,6 +47,19 @@ def test_every_page_of_the_repository_is_in_it(site: Path) -> None:
 def test_its_address_alone_leads_to_the_index(site: Path) -> None:
     (where,) = re.findall(r'url=([^"]+)"', (site / "index.html").read_text())
     assert "To learn from" in (site / where).read_text()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "name", ["index", "quickstart", "performance", "api", "notebooks/looking-at-a-store"]
+)
+def test_a_browser_shows_a_page_and_asks_no_host(site: Path, tmp_path: Path, name: str) -> None:
+    page = site / f"docs/{name}.html"
+    elements, asked = seen(page, tmp_path)
+    text = page.read_text()
+    assert not {url for url in asked if str(urlsplit(url).hostname) in text}
+    (title,) = re.findall(r"<h1>(.*?)<a", text)
+    assert title in elements
 
 
 def test_notebooks_are_pages_with_their_cells_and_the_file(site: Path) -> None:
