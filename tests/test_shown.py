@@ -100,6 +100,12 @@ def test_a_loader_and_its_report_show_themselves(made: featstore.Store, tmp_path
     assert saved == json.loads(json.dumps(report.to_dict()))
 
 
+def test_stages_stand_by_what_they_took() -> None:
+    text = str(LoaderReport(2, {"plan": 0.5, "read": 1.5, "train": 0.0, "copy": 1.0}, 10, 1))
+    assert text.index("1.500 s") < text.index("1.000 s") < text.index("0.500 s")
+    assert "train" not in text
+
+
 @pytest.mark.parametrize(
     "saved", [LoaderReport(2, {"read": 1.5}, 10, 1), ReaderStats(requests=1, rows_asked=2)]
 )

@@ -144,7 +144,8 @@ def report_sheet(report: LoaderReport) -> Sheet:
     if report.edges_stored:
         facts["neighbours kept"] = f"{report.kept_share:.1%}"
     grids = []
-    if seconds := {stage: s for stage, s in report.seconds.items() if s}:
+    longest = sorted(report.seconds.items(), key=lambda one: -one[1])
+    if seconds := {stage: s for stage, s in longest if s}:
         grids.append(bars_of("seconds by stage", seconds, "{:,.3f} s".format, max(seconds.values())))
     if report.row_bytes:
         grids.append(bars_of("rows by source", report.row_bytes))

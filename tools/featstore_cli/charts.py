@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from featstore.base.sheets import safe
 
 _WIDTH, _HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 10, 10, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 10, 40
 #: Of parts side by side: told apart on light and on dark ground, and by most who see colours otherwise.
 _COLOURS = ("#4e8ecb", "#e0953c", "#5aa469", "#b76bb0", "#c9b037", "#8a8f98", "#d0605e")
 

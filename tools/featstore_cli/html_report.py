@@ -217,15 +217,20 @@ def _degrees(name: str, one: GraphFacts) -> str:
     counts = np.bincount(np.log2(some).astype(np.int64))
     points = [(float(1 << k), float(count)) for k, count in enumerate(counts) if count]
     said = (
-        f"highest {some[0]:,}, median {int(np.median(one.degrees)):,}, mean {one.degrees.mean():,.1f}; "
+        f"edges in and out of a node: highest {some[0]:,}, median {int(np.median(one.degrees)):,}, mean {one.degrees.mean():,.1f}; "
         + (f"{len(one.degrees) - len(some):,} nodes without edges")
     )
     total = int(one.degrees.sum())
     rows = [[t, str(node), f"{degree:,}", f"{degree / total:.2%}"] for t, node, degree in one.hubs]
     drawn = curves(
-        {"nodes": points}, "degree, to twice as much", "nodes", log_x=True, log_y=True, joined=False
+        {"nodes": points},
+        "degree (in and out), to twice as much",
+        "nodes",
+        log_x=True,
+        log_y=True,
+        joined=False,
     )
-    hubs = Grid(("table", "hub (node id)", "degree", "ends of edges"), rows, left=2)
+    hubs = Grid(("table", "hub (node id)", "in and out", "of all ends of edges"), rows, left=2)
     return f"<p>{said}</p>{drawn}{hubs.html()}"
 
 
