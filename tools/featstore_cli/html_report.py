@@ -217,8 +217,8 @@ def _degrees(name: str, one: GraphFacts) -> str:
     counts = np.bincount(np.log2(some).astype(np.int64))
     points = [(float(1 << k), float(count)) for k, count in enumerate(counts) if count]
     said = (
-        f"edges in and out of a node: highest {some[0]:,}, median {int(np.median(one.degrees)):,}, mean {one.degrees.mean():,.1f}; "
-        + (f"{len(one.degrees) - len(some):,} nodes without edges")
+        f"edges in and out of a node: highest {some[0]:,}, median {int(np.median(one.degrees)):,}, "
+        f"mean {one.degrees.mean():,.1f}; {len(one.degrees) - len(some):,} nodes without edges"
     )
     total = int(one.degrees.sum())
     rows = [[t, str(node), f"{degree:,}", f"{degree / total:.2%}"] for t, node, degree in one.hubs]
