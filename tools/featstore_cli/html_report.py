@@ -223,13 +223,9 @@ def _degrees(name: str, one: GraphFacts) -> str:
     total = int(one.degrees.sum())
     rows = [[t, str(node), f"{degree:,}", f"{degree / total:.2%}"] for t, node, degree in one.hubs]
     drawn = curves(
-        {"nodes": points},
-        "degree (in and out), to twice as much",
-        "nodes",
-        log_x=True,
-        log_y=True,
+        {"nodes": points}, "degree (in and out), to twice as much", "nodes", log_x=True, log_y=True,
         joined=False,
-    )
+    )  # fmt: skip
     hubs = Grid(("table", "hub (node id)", "in and out", "of all ends of edges"), rows, left=2)
     return f"<p>{said}</p>{drawn}{hubs.html()}"
 
