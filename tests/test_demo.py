@@ -32,7 +32,7 @@ from rich.console import Console
 
 import featstore
 from featstore.base.sheets import safe
-from featstore.errors import ArgumentError, FeatstoreError, SourceError, StoreExistsError
+from featstore.errors import ArgumentError, BudgetError, FeatstoreError, SourceError, StoreExistsError
 
 torch = pytest.importorskip("torch")
 
@@ -511,3 +511,39 @@ def test_a_worker_says_what_it_needs() -> None:
     """Too little memory is known by the first of the ways, in a process of its own."""
     with pytest.raises(FeatstoreError, match=r"online: .*(?s:.*)gives all ways more"):
         run(recipe=TINY, memory="64KiB")
+
+
+@pytest.mark.parametrize("way", ["rolling", "memory"])
+def test_what_places_rows_is_rehearsed_in_the_least_memory(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the loader says what it needs, then what it prepares."""
+    ran: list[tuple[str, int]] = []
+
+    def needy(job: Job, measured: object) -> dict[str, Any]:
+        ran.append((Path(job.directory).name, job.memory_bytes))
+        for needed in (10, 25):
+            if job.memory_bytes < needed:
+                raise BudgetError(needed, job.memory_bytes, "do it")
+        return {}
+
+    for name in ("_from_store", "_from_array"):
+        monkeypatch.setattr(worker, name, needy if (name == "_from_array") == (way == "memory") else None)
+    job = Job(
+        TrainingPlan(2, 64, (2,), 16, 0, 4, 64), way, str(tmp_path / "all"), str(tmp_path / "store"), 100
+    )
+    worker.perform(job, lambda stage, done, total: None)
+    least = [("tiny", 1), ("tiny", 10), ("tiny", 25)] if way == "rolling" else []
+    assert ran == [("tiny", 100), *least, ("all", 100)]
+
+
+def test_a_need_that_does_not_grow_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(job: Job, measured: object) -> dict[str, Any]:
+        if job.memory_bytes < 100:
+            raise BudgetError(10, job.memory_bytes, "do it")
+        return {}
+
+    monkeypatch.setattr(worker, "_from_store", never)
+    job = Job(TrainingPlan(2, 64, (2,), 16, 0, 4, 64), "rolling", str(tmp_path), str(tmp_path / "store"), 100)
+    with pytest.raises(BudgetError):
+        worker.perform(job, lambda stage, done, total: None)

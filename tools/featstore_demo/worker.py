@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from featstore.errors import FeatstoreError
+from featstore.errors import BudgetError, FeatstoreError
 from featstore_demo.bounds import advise_random, forget, join
 from featstore_demo.graph import read_topology
 from featstore_demo.training import ArrayLoader, TrainingPlan, accuracy, digest, train, weights_digest
@@ -89,10 +89,29 @@ def perform(job: Job, progress: Progress) -> dict[str, Any]:
     """Train in the job's way; returns what was measured, as JSON types: the fields of
     :class:`featstore_demo.report.Way` that are no comparison."""
     run = _from_array if job.way in ("memory", "np.memmap") else _from_store
-    # Once on a tiny graph: what Python, PyTorch and compiled kernels take is there before it counts.
-    tiny = tiny_of(job)
-    run(tiny, _Measured(tiny, lambda stage, done, total: None))
+    _rehearse(run, tiny_of(job))
     return run(job, _Measured(job, progress))
+
+
+def _rehearse(run: Callable[[Job, _Measured], Any], tiny: Job) -> None:
+    """Once on a tiny graph: what Python, PyTorch and compiled kernels take is there before it counts. From a
+    store once more in the least memory, where rows do not all fit and what places them is needed."""
+
+    def once(memory_bytes: int) -> None:
+        job = replace(tiny, memory_bytes=memory_bytes)
+        run(job, _Measured(job, lambda stage, done, total: None))
+
+    once(tiny.memory_bytes)
+    if run is not _from_store:
+        return
+    least = 1
+    while True:
+        try:
+            return once(least)
+        except BudgetError as error:  # of the loader, and then of what it prepares
+            if error.needed_bytes <= least:
+                raise
+            least = error.needed_bytes
 
 
 def tiny_of(job: Job) -> Job:
