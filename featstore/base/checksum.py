@@ -1,11 +1,15 @@
 """CRC-32C (Castagnoli) of 4 KiB pages, and digests of files built from them.
 
 A page's checksum is the CRC-32C of its 4096 bytes; the last, partial page of a file counts as if it were
-filled up with zero bytes. Where the processor has the instruction, a page is read as four streams of 1 KiB
-side by side (the instruction has a latency of three cycles but starts one a cycle) and the four states are
-joined with a linear shift over GF(2), which is tabulated here. That is several times faster than a page comes
-from memory, so the next page is fetched meanwhile. Elsewhere eight tables do eight bytes a step ("slicing by
-8"; Kounavis and Berry, 2005). Both are bit-identical to any other CRC-32C.
+filled up with zero bytes. There are three ways to it, bit-identical to any other CRC-32C:
+
+- Where the processor multiplies vectors without carries, the page is folded (:mod:`featstore.base.folding`).
+- Where it has the CRC-32C instruction alone, the page is read as four streams of 1 KiB side by side (the
+  instruction has a latency of three cycles but starts one a cycle), and the four states are joined with a
+  linear shift over GF(2), which is tabulated here.
+- Elsewhere eight tables do eight bytes a step ("slicing by 8"; Kounavis and Berry, 2005).
+
+The first two are faster than a page comes from memory, so the next page is fetched meanwhile.
 
 A file's digest is the SHA-256 over the little-endian checksums of its pages: as strong in binding the
 manifest to the checksums as a digest of the bytes would be, and an order of magnitude faster to compute.
@@ -20,8 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.folding import fold_page
 from featstore.base.native import (
     HAS_CRC_INSTRUCTION,
+    HAS_FOLDING,
     address_of,
     crc32c_instruction,
     load_u8,
@@ -83,6 +89,11 @@ def _shift(crc: Any, k: Any) -> Any:
 
 
 @njit(nogil=True)
+def _crc_page_folded(address: Any, following: Any) -> Any:
+    return np.uint32(fold_page(address, following)) ^ np.uint32(0xFFFFFFFF)
+
+
+@njit(nogil=True)
 def _crc_page_instruction(address: Any, following: Any) -> Any:
     a = np.uint64(0xFFFFFFFF)
     b = np.uint64(0)
@@ -122,7 +133,9 @@ def _crc_page_tables(address: Any, following: Any) -> Any:  # slower than memory
 
 #: CRC-32C of the 4096 bytes at ``address``; those at ``following``, which need not be there, are fetched into
 #: the caches meanwhile. For use inside kernels.
-crc_page = _crc_page_instruction if HAS_CRC_INSTRUCTION else _crc_page_tables
+crc_page = (
+    _crc_page_folded if HAS_FOLDING else _crc_page_instruction if HAS_CRC_INSTRUCTION else _crc_page_tables
+)
 
 
 @njit(cache=True, nogil=True)

@@ -1,8 +1,13 @@
-"""CRC-32C of pages, with the instruction and with tables, against google-crc32c."""
+"""CRC-32C of pages, folded, with the instruction and with tables, against google-crc32c."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -13,16 +18,29 @@ from numba import njit
 
 from featstore.base import checksum
 from featstore.base.checksum import crc_pages, digest_of_checksums
-from featstore.base.native import HAS_CRC_INSTRUCTION, address_of
+from featstore.base.native import HAS_CRC_INSTRUCTION, HAS_FOLDING, address_of
 from featstore.storage import rows_digest
 
 PAGE = 4096
 
 
-@njit
-def _by_tables(address, pages, out):
-    for page in range(pages):
-        out[page] = checksum._crc_page_tables(address + page * 4096, address)
+def ways() -> dict[str, Any]:
+    """What this processor can compute a page's checksum by, the fastest first."""
+    able = [HAS_FOLDING, HAS_CRC_INSTRUCTION, True]
+    made = ["_crc_page_folded", "_crc_page_instruction", "_crc_page_tables"]
+    return {name: getattr(checksum, name) for name, can in zip(made, able, strict=True) if can}
+
+
+def kernel_of(way: Any) -> Callable[[int, int, Any], None]:
+    @njit
+    def by_way(address, pages, out):
+        for page in range(pages):
+            out[page] = way(address + page * 4096, address + (page + 1) * 4096)
+
+    return by_way
+
+
+KERNELS = {name: kernel_of(way) for name, way in ways().items()}
 
 
 @njit
@@ -71,13 +89,25 @@ def test_constant_pages(fill: int) -> None:
     assert crc_pages(data).tolist() == twin(data.tobytes())
 
 
-@given(pages=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("way", KERNELS)
+@given(pages=st.integers(1, 4), start=st.integers(0, 63), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=30)
-def test_tables_are_bit_identical(pages: int, seed: int) -> None:
-    data = random_bytes(pages * PAGE, seed)
+def test_all_ways_are_bit_identical(way: str, pages: int, start: int, seed: int) -> None:
+    data = random_bytes(pages * PAGE + start, seed)[start:]
     out = np.zeros(pages, np.uint32)
-    _by_tables(address_of(data), pages, out)
+    KERNELS[way](address_of(data), pages, out)
     assert out.tolist() == twin(data.tobytes())
+
+
+@pytest.mark.parametrize("way", KERNELS)
+def test_each_byte_of_a_page_counts_where_it_stands(way: str) -> None:
+    """One byte that is not zero, at each place: what is folded with a wrong factor is wrong at some."""
+    data, out = np.zeros(PAGE, np.uint8), np.zeros(1, np.uint32)
+    for at in range(PAGE):
+        data[at] = at % 255 + 1
+        KERNELS[way](address_of(data), 1, out)
+        assert out[0] == google_crc32c.value(data.tobytes()), at
+        data[at] = 0
 
 
 @given(following=st.integers(-(2**63), 2**63 - 1), seed=st.integers(0, 2**32 - 1))
@@ -87,9 +117,26 @@ def test_the_page_that_follows_need_not_be_there(following: int, seed: int) -> N
     assert [_by_default(address_of(data), following)] == twin(data.tobytes())
 
 
-def test_instruction_is_used_where_the_processor_has_it() -> None:
-    wanted = checksum._crc_page_instruction if HAS_CRC_INSTRUCTION else checksum._crc_page_tables
-    assert checksum.crc_page is wanted
+def test_the_fastest_way_is_used() -> None:
+    assert checksum.crc_page is next(iter(ways().values()))
+
+
+PLAIN = """
+import numpy as np
+from featstore.base import checksum, native
+print(native.HAS_FOLDING, native.HAS_CRC_INSTRUCTION, checksum.crc_pages(np.arange(9000).astype(np.uint8)))
+"""
+
+
+@pytest.mark.parametrize("asked", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_ENABLE_AVX": "0"}])
+def test_what_numba_is_told_not_to_compile_is_not_used(asked: dict[str, str]) -> None:
+    """It would end the process. And what is computed is the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN], env=os.environ | asked, capture_output=True, text=True, timeout=60
+    )
+    instruction = HAS_CRC_INSTRUCTION and "NUMBA_CPU_NAME" not in asked
+    sums = crc_pages(np.arange(9000).astype(np.uint8))
+    assert done.stdout == f"False {instruction} {sums}\n", done.stderr
 
 
 @given(count=st.integers(0, 700), seed=st.integers(0, 2**32 - 1))
