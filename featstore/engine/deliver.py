@@ -35,7 +35,7 @@ from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.units import PAGE_BYTES
 
-_SPAN_PAGES = 8  # that are verified, and then copied
+_TIMED_PAGES = 8  # of a span, of which the check of one is timed
 _STREAMED_MIN = 64 * 2**10  # bytes of a span that is copied past the caches
 _ROWS_AHEAD = 4  # whose places are fetched into the caches before they are copied
 
@@ -122,30 +122,38 @@ def _stream(to: Any, source: Any, byte_count: Any) -> None:
 def _deliver_span(
     lane: Any, extent: Any, extent_page: Any, data: Any, clock: Any, scratch: Any, counters: Any
 ) -> Any:
-    """Verify and copy the one span of bytes that is wanted of an extent, a few pages at a time, so that they
-    are copied from the cache that they were verified in; a long one past the caches."""
+    """Verify and copy the one span of bytes that is wanted of an extent, page by page, so that one is copied
+    from the nearest cache while the next comes from memory; a long span past the caches. Of a few pages the
+    last is looked at by the clock, to tell what checking takes."""
     span = load_i64(lane + _SPANS) + 24 * extent
     begin, end, to = load_i64(span), load_i64(span + 8), load_i64(span + 16)
     out, base = load_i64(lane + _OUT) + to - begin, data - extent_page * PAGE_BYTES
     checked, streamed = load_i64(lane + _CHECKSUMS) != 0, end - begin >= _STREAMED_MIN
     t0 = now_ns(clock, scratch)
     while begin < end:
-        pages_end = min(begin // PAGE_BYTES + _SPAN_PAGES, (end - 1) // PAGE_BYTES + 1)
-        if checked:
-            for page in range(begin // PAGE_BYTES, pages_end):
+        first = begin // PAGE_BYTES
+        last = min(first + _TIMED_PAGES, (end - 1) // PAGE_BYTES + 1) - 1
+        verify_ns = np.int64(0)
+        for page in range(first, last + 1):
+            if checked:
                 at = base + page * PAGE_BYTES
+                if page == last:
+                    verify_ns = -now_ns(clock, scratch)
                 if not _verify_page(lane, page, at, at + PAGE_BYTES, 0):
                     return False
+                if page == last:
+                    verify_ns += now_ns(clock, scratch)
+            upto = min(end, (page + 1) * PAGE_BYTES)
+            if streamed:
+                _stream(out + begin, base + begin, upto - begin)
+            else:
+                memcpy(out + begin, base + begin, upto - begin)
+            begin = upto
         t1 = now_ns(clock, scratch)
-        upto = min(end, pages_end * PAGE_BYTES)
-        if streamed:
-            _stream(out + begin, base + begin, upto - begin)
-        else:
-            memcpy(out + begin, base + begin, upto - begin)
-        t2 = now_ns(clock, scratch)
-        counters[C.NS_VERIFY] += t1 - t0
-        counters[C.NS_COPY] += t2 - t1
-        begin, t0 = upto, t2
+        verify_ns = min(verify_ns * (last + 1 - first), t1 - t0)
+        counters[C.NS_VERIFY] += verify_ns
+        counters[C.NS_COPY] += t1 - t0 - verify_ns
+        t0 = t1
     if streamed:
         fence()
     return True
