@@ -6,6 +6,9 @@ installation), the old code would go on running. So the names of these files car
 the package, and files of other digests are removed when a kernel is saved. What was compiled by a process
 whose sources have changed meanwhile is not kept: nobody knows of which state it is.
 
+Of processes that want the same kernel at once one compiles it, the others wait for what it keeps
+(:mod:`featstore.base.turns`).
+
 Machine code that cannot be kept is compiled in each process anew: that is slow and nothing else, so it is a
 warning.
 """
@@ -25,6 +28,7 @@ import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.dispatcher import Dispatcher
 
+from featstore.base.turns import end_turn, take_turn
 from featstore.base.warning import warn
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -85,6 +89,23 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     _impl_class = _Implementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = self._load(sig, target_context)
+        if found is None:
+            with suppress(OSError):  # without locks each compiles it
+                if take_turn(self.cache_path, self._turn):
+                    found = self._load(sig, target_context)
+        return found
+
+    def compiled(self) -> None:
+        """No other process has to wait any more."""
+        with suppress(OSError):
+            end_turn(self.cache_path, self._turn)
+
+    @property
+    def _turn(self) -> str:
+        return f"{self._py_func.__module__}.{self._py_func.__qualname__}"
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         # a bad disk, or a write that was cut off
@@ -130,12 +151,25 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]
         compiled = isinstance(kernel, Dispatcher)  # NUMBA_DISABLE_JIT gives the function itself
         if cache and compiled:
             try:
-                kernel._cache = _Cache(function)
+                _keep(kernel, _Cache(function))
             except RuntimeError as error:  # of all places where numba may keep it, none can be written
                 _warn(f"compiled kernels cannot be kept ({error})")
         return kernel
 
     return decorate
+
+
+def _keep(kernel: Any, cache: _Cache) -> None:
+    """Have a kernel's machine code kept, and turns end however compiling did."""
+    kernel._cache, compile_it = cache, kernel.compile
+
+    def compile_in_turn(signature: Any) -> Any:
+        try:
+            return compile_it(signature)
+        finally:
+            cache.compiled()
+
+    kernel.compile = compile_in_turn
 
 
 def announce_compilation(kernel: Any) -> None:

@@ -34,7 +34,7 @@ def small(tmp_path: Path) -> Path:
     package = tmp_path / "featstore"
     package.mkdir()
     (package / "base").mkdir()
-    for name in ("base/compilation.py", "base/warning.py", "errors.py"):
+    for name in ("base/compilation.py", "base/turns.py", "base/warning.py", "errors.py"):
         shutil.copy(PACKAGE / name, package / name)
     (package / "base/__init__.py").write_text("")
     (package / "__init__.py").write_text("")
@@ -84,18 +84,68 @@ def test_a_full_disk_is_a_warning_that_names_the_variable(small: Path) -> None:
     assert "No space left" in done.stderr
 
 
-def test_processes_that_compile_at_once_do_not_disturb_each_other(small: Path) -> None:
+def begun_at_once(folder: Path, code: str, count: int) -> list[str]:
+    """What processes print that begin together, in order of what they print."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(count)
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * count
+    return sorted(printed)
+
+
+#: Numba has compiled before, and all do so at the same moment.
+TOGETHER = (
+    "import time, numba; numba.njit(lambda x: x)(1); import featstore.outer; time.sleep(-time.time() % 3)"
+)
+
+
+def test_of_processes_that_begin_at_once_one_compiles(small: Path) -> None:
     run(small)
     (small / "featstore/inner.py").write_text(INNER.format(2))
-    code = f"import numba; numba.njit(lambda x: x)(1); {RUN}"
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", code], cwd=small, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(4)
-    ]
-    for process in both:
-        assert (process.communicate(timeout=60)[0][:2], process.returncode) == ("2 ", 0)
+    assert begun_at_once(small, f"{TOGETHER}; {RUN}", 3) == ["2 0\n", "2 1\n", "2 1\n"]
+
+
+def test_who_compiles_too_long_is_not_waited_for(small: Path) -> None:
+    """Nor who was stopped: each then compiles for itself."""
+    wait = "import featstore.base.turns as t, featstore.outer, time"
+    hold = f"{wait}; t.take_turn(featstore.outer.outer._cache.cache_path, 'featstore.outer.outer')"
+    code = f"{hold}; print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=small, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            short = f"{wait}; t.TURN_SECONDS = 0.3; begin = time.monotonic(); {RUN}"
+            done = run(small, f"{short}; print(time.monotonic() - begin >= 0.3)")
+            assert done.stdout == "1 0\nTrue\n"
+        finally:
+            holder.kill()
+    assert run(small).stdout == "1 1\n", "and its turn is gone with it"
+
+
+def test_an_error_while_compiling_ends_the_turn(small: Path) -> None:
+    (small / "featstore/inner.py").write_text(INNER.format("'x'"))  # a number and a text: a type error
+    attempt = (
+        "from featstore.outer import outer\ntry:\n    outer(0)\nexcept Exception as e:\n    kind = type(e)\n"
+        "import subprocess, sys\n"
+        "if len(sys.argv) == 1:\n"
+        "    subprocess.run([sys.executable, '-c', open('again.py').read(), 'x'], timeout=20, check=True)\n"
+        "print(kind.__name__, flush=True)"
+    )
+    (small / "again.py").write_text(attempt)
+    assert run(small, attempt).stdout == "TypingError\nTypingError\n"
+
+
+def test_without_locks_kernels_are_compiled(small: Path) -> None:
+    none = "import fcntl\ndef lockf(*a): raise OSError(37, 'No locks available')\nfcntl.lockf = lockf\n"
+    done = run(small, none + RUN)
+    assert (done.stdout, done.stderr) == ("1 0\n", "")
+    assert run(small).stdout == "1 1\n"
 
 
 @pytest.mark.parametrize("kept", [b"", b"\x80\x05 cut off"])
