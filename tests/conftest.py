@@ -22,6 +22,9 @@ from featstore.base.threads import closed_later
 from featstore.engine import ENGINES
 from featstore.storage.disk import Disk, File
 
+# Tests run in parallel as it is: threads of torch, here and in what tests start, would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile(
     "featstore",
     max_examples=25,

@@ -32,10 +32,12 @@ _FUNCTIONS = (
     "io_uring_cq_advance",
     "io_uring_submit",
     "io_uring_prep_read_fixed",
+    "io_uring_submit_and_get_events",
 )
-GET_SQE, PREP_READ, SET_DATA, SUBMIT_AND_WAIT, PEEK_BATCH, CQ_ADVANCE, SUBMIT, PREP_READ_FIXED = range(
-    len(_FUNCTIONS)
-)
+(
+    GET_SQE, PREP_READ, SET_DATA, SUBMIT_AND_WAIT, PEEK_BATCH, CQ_ADVANCE, SUBMIT, PREP_READ_FIXED,
+    SUBMIT_AND_GET_EVENTS,
+) = range(len(_FUNCTIONS))  # fmt: skip
 _SETUP = ("io_uring_queue_init", "io_uring_queue_exit", "io_uring_register_buffers")
 
 

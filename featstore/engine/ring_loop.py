@@ -5,6 +5,10 @@ The arena is a ring buffer in pages: room is taken at the head, and given back a
 read has ended. There are more slots than reads under way, so that one slow read does not hold up the others
 behind it.
 
+Long reads are handed over a few at a time, and what has ended by then is delivered before more are started.
+Where the device reads while it is asked, as one of compressed RAM does, pages are so delivered from the
+core's own cache, and the next ones take their room.
+
 Several rings may work on a lane: each claims some of its extents at a time, by an atomic addition, and that
 is all they share.
 """
@@ -43,6 +47,7 @@ from featstore.engine.liburing import (
     PREP_READ_FIXED,
     SET_DATA,
     SUBMIT,
+    SUBMIT_AND_GET_EVENTS,
     SUBMIT_AND_WAIT,
 )
 from featstore.units import PAGE_BYTES
@@ -58,6 +63,11 @@ OPEN_FIELDS = 6
 # Fields of a slot.
 _S_LANE, _S_EXTENT, _S_PAGE, _S_BEGIN, _S_OPEN, _S_TRIES = range(6)
 _TRIES_MAX = 8
+
+#: What :func:`_fill` left off for.
+_NOTHING, _ROOM, _STEP = range(3)
+_STEP_BYTES = 256 * 1024  # of long reads that are handed over at once: a part of a core's second cache
+_LONG_PAGES = 16
 
 _EINTR, _EAGAIN, _EBUSY = -4, -11, -16
 
@@ -142,20 +152,22 @@ def _fill(
     arena_pages: Any,
     now: Any,
 ) -> Any:
-    """Start reads until the queue, the arena or the work is exhausted. Returns whether work is left."""
+    """Queue reads until the queue, the arena or the work is exhausted, or there is enough to hand over.
+    Returns for which of them it left off."""
+    queued_bytes = 0
     for i in range(lanes.shape[0]):
         lane = lanes[i, LANE]
         while not _stopped(lane) and _claim(lanes[i]):
             if state[READS_IN_FLIGHT] >= depth:
-                return True
+                return _ROOM
             extent = lanes[i, CLAIMED]
             pages = np.int64(load_i32(load_i64(lane + L.EXTENT_PAGES * 8) + 4 * extent))
             page = _room(state, slots, pages, arena_pages)
             if page < 0:
-                return True
+                return _ROOM
             slot = state[SLOT_HEAD] % slots.shape[0]
             if not _queue_read(functions, ring, fixed, lane, extent, arena + page * PAGE_BYTES, slot):
-                return True
+                return _ROOM
             slots[slot, _S_LANE] = lane
             slots[slot, _S_EXTENT] = extent
             slots[slot, _S_PAGE] = page
@@ -167,7 +179,10 @@ def _fill(
             state[READS_IN_FLIGHT] += 1
             lanes[i, CLAIMED] += 1
             lanes[i, UNDER_WAY] += 1
-    return False
+            queued_bytes += pages * PAGE_BYTES
+            if queued_bytes >= _STEP_BYTES and pages >= _LONG_PAGES:
+                return _STEP
+    return _NOTHING
 
 
 @njit(nogil=True)
@@ -257,15 +272,19 @@ def drive(
     """
     while True:
         now = now_ns(clock, scratch)
-        more = _fill(functions, ring, fixed, depth, lanes, state, slots, arena, arena_pages, now)
+        left_off = _fill(functions, ring, fixed, depth, lanes, state, slots, arena, arena_pages, now)
         ended = state[READS_IN_FLIGHT] == 0
         for i in range(lanes.shape[0]):
             ended = ended or _left(lanes[i])
-        if ended or (not more and load_i64(waiting) != 0 and lanes.shape[0] < LANES_MAX):
+        if ended or (left_off == _NOTHING and load_i64(waiting) != 0 and lanes.shape[0] < LANES_MAX):
             r = call_i32_i64(functions[SUBMIT], ring)
             return int(r) if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY else 0
-        # Wake for an eighth of what is under way: fewer switches, and the queue stays seven eighths full.
-        r = call_i32_i64_u32(functions[SUBMIT_AND_WAIT], ring, np.uint32(max(1, state[READS_IN_FLIGHT] // 8)))
+        if left_off == _STEP:
+            r = call_i32_i64(functions[SUBMIT_AND_GET_EVENTS], ring)
+        else:
+            # Wake for an eighth of what is under way: fewer switches, and the queue stays seven eighths full.
+            wait = np.uint32(max(1, state[READS_IN_FLIGHT] // 8))
+            r = call_i32_i64_u32(functions[SUBMIT_AND_WAIT], ring, wait)
         if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY:
             return int(r)
         begin = now
