@@ -154,7 +154,7 @@ def _fill(
 ) -> Any:
     """Queue reads until the queue, the arena or the work is exhausted, or there is enough to hand over.
     Returns for which of them it left off."""
-    queued_bytes = 0
+    queued_bytes: Any = 0
     for i in range(lanes.shape[0]):
         lane = lanes[i, LANE]
         while not _stopped(lane) and _claim(lanes[i]):
