@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.order.ldg import next_random, random_of_pass
+from featstore.order.chances import next_random, random_of_pass
 from featstore.order.stream import (
     BLOCK_EDGES,
     GraphLike,

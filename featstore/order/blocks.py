@@ -40,7 +40,8 @@ from featstore.base.hashing import GOLDEN
 from featstore.errors import SourceError
 from featstore.order.block_assignment import assign_blocks, uncoarsen
 from featstore.order.block_growth import ROUNDS, grow_blocks, most_blocks
-from featstore.order.ldg import SLACK, next_random, part_capacity, random_of_pass
+from featstore.order.chances import next_random, random_of_pass
+from featstore.order.ldg import SLACK, part_capacity
 from featstore.order.stream import (
     BLOCK_EDGES,
     GraphLike,

@@ -5,7 +5,9 @@ several threads nodes are cut into *chunks* of one size, and :data:`CHUNKS` succ
 Within a chunk each node sees what those before it did. Of the other chunks of the batch it sees how they were
 when the batch began; of the rest of the graph, how it is. So the chunks of a batch may run at the same time,
 in any order. What they did together is then checked in the order of the nodes by the kernel that ends the
-batch: where two chunks filled one part beyond its capacity, the later node goes back.
+batch: where two chunks filled one part beyond its capacity, the later node goes back. A thread that is free
+takes the chunk with the most edges that is left, within its kernel: where it came back to Python for each,
+threads waited for the interpreter a fifth of their time.
 
 Chunks follow from the number of nodes alone, so equal arguments give equal results on any machine. Graphs of
 fewer than :data:`ALONE_NODES` nodes are one chunk, and go through as one thread would take them.
@@ -14,6 +16,7 @@ fewer than :data:`ALONE_NODES` nodes are one chunk, and go through as one thread
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.base.hashing import mix64
+from featstore.base.native import address_of, atomic_add, memcpy
 from featstore.errors import SourceError
 from featstore.order.crew import Crew
 from featstore.order.stream import GraphLike, edge_count, node_count
@@ -29,12 +32,15 @@ from featstore.order.stream import GraphLike, edge_count, node_count
 CHUNKS = 16
 CHUNK_NODES_MAX = 8192
 ALONE_NODES = 1 << 16  # fewer take less than a second, and have parts of which a batch is too much
-CHUNKS_MIN = 4
+CHUNKS_MIN = 8
 BATCHES_MIN = 16  # a pass: else too much of what a node sees is of before its batch
 
 #: Runs the nodes from ``begin`` to ``end`` whose last edge is in the block; first bad position in it, or -1.
 #: (number of the thread, begin, end, block, its first edge)
 Work = Callable[[int, int, int, NDArray[Any], int], int]
+
+#: Runs chunks until none is left to take; first bad edge of the graph, or -1. (number of the thread, chunks)
+TakeAll = Callable[[int, "Taking"], int]
 
 
 def chunk_nodes(nodes: int) -> int:
@@ -54,12 +60,33 @@ def batch_nodes(nodes: int) -> int:
     return min(nodes, batch_chunks(nodes) * chunk_nodes(nodes))
 
 
+@dataclass(frozen=True, eq=False)
+class Taking:
+    """Chunks of a batch that threads take.
+
+    ``plan`` int64 [3, chunks + 1]: first node of each, and the end of the last; first edge of each, and the
+    end; the chunks, those with the most edges first, and how many have been taken. ``block``: room for their
+    edges; ``source``: the address from where these come, or 0 where they are there.
+    """
+
+    plan: NDArray[np.int64]
+    block: NDArray[Any]
+    source: int
+
+
 @njit(cache=True, nogil=True)
-def seed_of_chunk(seed: Any, chunk: int) -> Any:
-    """The state of a chunk's generator: that of the pass for the first, never zero."""
-    if chunk == 0:
-        return seed
-    return mix64(seed + np.uint64(chunk)) | np.uint64(1)
+def take_chunk(plan: Any, source: int, block: Any) -> Any:
+    """The next chunk that nobody has taken, its edges in ``block``, or -1: see :class:`Taking`."""
+    chunks = plan.shape[1] - 1
+    place = atomic_add(plan.ctypes.data + 8 * (plan.size - 1), 1)
+    if place >= chunks:
+        return np.int64(-1)
+    chunk = plan[2, place]
+    if source != 0:
+        low = (plan[1, chunk] - plan[1, 0]) * block.itemsize
+        high = (plan[1, chunk + 1] - plan[1, 0]) * block.itemsize
+        memcpy(block.ctypes.data + low, source + low, high - low)
+    return chunk
 
 
 class Chunks:
@@ -90,7 +117,7 @@ class Chunks:
         for begin in range(0, max(self._nodes, 1), step):
             yield begin, min(begin + step, self._nodes)
 
-    def run(self, begin: int, end: int, work: Work) -> int:
+    def run(self, begin: int, end: int, work: Work, share: TakeAll) -> int:
         """Have all chunks of a batch worked on. The first bad edge of the graph, or -1."""
         starts = [*range(begin, end, self.size), end]
         edges = [int(self._indptr[node]) for node in starts]
@@ -102,7 +129,7 @@ class Chunks:
             if edges[last] - edges[at] > self._block.size:
                 bad = self._streamed(starts[at], starts[last], work)
             else:
-                bad = self._at_once(starts[at : last + 1], edges[at : last + 1], work)
+                bad = self._at_once(starts[at : last + 1], edges[at : last + 1], share)
             if bad >= 0:
                 return bad
             at = last
@@ -119,20 +146,21 @@ class Chunks:
                 return low + bad
         return -1
 
-    def _at_once(self, starts: list[int], edges: list[int], work: Work) -> int:
+    def _at_once(self, starts: list[int], edges: list[int], share: TakeAll) -> int:
         """Chunks whose edges fit into the block together."""
-        chunks = sorted(range(len(starts) - 1), key=lambda one: edges[one] - edges[one + 1])
-        left = iter(chunks)  # whoever is free takes the largest that is left
+        count, indices = len(starts) - 1, self._graph.indices[edges[0] : edges[-1]]
+        block = self._block[: indices.size]
+        source = address_of(indices) if isinstance(indices, np.ndarray) and indices.flags.c_contiguous else 0
+        if source == 0:
+            np.copyto(block, indices)
+        largest = sorted(range(count), key=lambda one: edges[one] - edges[one + 1])
+        some = Taking(np.array([starts, edges, [*largest, 0]], np.int64), block, source)
         found: list[int] = []
 
         def take(thread: int) -> None:
-            for chunk in left:
-                low, high = edges[chunk], edges[chunk + 1]
-                block = self._block[low - edges[0] : high - edges[0]]
-                np.copyto(block, self._graph.indices[low:high])
-                bad = work(thread, starts[chunk], starts[chunk + 1], block, low)
-                if bad >= 0:
-                    found.append(low + bad)
+            bad = share(thread, some)
+            if bad >= 0:
+                found.append(bad)
 
-        self._crew.run(take, min(self._threads, len(chunks)))
+        self._crew.run(take, min(self._threads, count))
         return min(found, default=-1)

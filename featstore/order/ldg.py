@@ -38,8 +38,10 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.native import prefetch
 from featstore.errors import SourceError
-from featstore.order.chunks import Chunks, batch_nodes, seed_of_chunk
+from featstore.order.chances import next_random, random_of_pass, seed_of_chunk
+from featstore.order.chunks import Chunks, Taking, batch_nodes, take_chunk
 from featstore.order.crew import apart
+from featstore.order.parts import part_sizes
 from featstore.order.stream import (
     BLOCK_EDGES,
     PREFETCH_EDGES,
@@ -70,17 +72,6 @@ _NODE, _TOUCHED, _CURSOR, _MOVED = range(4)
 _STATE_SIZE = 4
 
 _FIXED_BYTES = 1 << 18
-
-
-@njit(cache=True, nogil=True)
-def next_random(random: Any) -> Any:
-    """One step of xorshift64 (Marsaglia 2003) on ``random`` uint64 [1]."""
-    s = random[0]
-    s ^= s << np.uint64(13)
-    s ^= s >> np.uint64(7)
-    s ^= s << np.uint64(17)
-    random[0] = s
-    return s
 
 
 @njit(cache=True, nogil=True)
@@ -205,6 +196,32 @@ def ldg_chunk(
 
 
 @njit(cache=True, nogil=True)
+def ldg_chunks(
+    plan: Any, source: int, chunk_size: int, seed: Any, indptr: Any, block: Any, first_node: int, before: Any,
+    part: Any, groups: Any, sizes: Any, moved: Any, counts: Any, touched: Any, state: Any, random: Any,
+    chunks: int, capacities: Any, heat: float, ease: float,
+) -> Any:  # fmt: skip
+    """Chunks of a batch, as long as there are any to take, each as :func:`ldg_chunk` goes through it, whose
+    arguments these are. The first bad edge of the graph that is met, or -1."""
+    found = np.int64(-1)
+    while True:
+        chunk = take_chunk(plan, source, block)
+        if chunk < 0:
+            return found
+        begin, low = plan[0, chunk], plan[1, chunk]
+        state[:] = 0
+        state[_NODE] = begin
+        random[0] = seed_of_chunk(seed, begin // chunk_size)
+        edges = block[low - plan[1, 0] : plan[1, chunk + 1] - plan[1, 0]]
+        bad = ldg_chunk(
+            indptr, edges, low, begin, plan[0, chunk + 1], first_node, before, part, groups, sizes, moved,
+            counts, touched, state, random, chunks, capacities, heat, ease,
+        )  # fmt: skip
+        if bad >= 0 and (found < 0 or low + bad < found):
+            found = low + bad
+
+
+@njit(cache=True, nogil=True)
 def end_parts_batch(
     first_node: int, before: Any, part: Any, groups: Any, parts: Any, sizes: Any, none: Any, state: Any,
     random: Any, capacities: Any,
@@ -241,36 +258,6 @@ def heat_of_pass(number: int, passes: int, heat: float = HEAT) -> float:
     if passes < PASSES_TO_ANNEAL:
         return 0.0
     return heat * max(0.0, 1.0 - (number + 1) / passes / COOL_SHARE)
-
-
-def random_of_pass(seed: int, number: int) -> NDArray[np.uint64]:
-    """The generator's state, uint64 [1], never zero, at the start of a pass."""
-    return np.random.SeedSequence([seed, number]).generate_state(1, np.uint64) | np.uint64(1)
-
-
-@njit(cache=True, nogil=True)
-def count_start(part: Any, groups: Any, parts: int, sizes: Any) -> int:
-    """Add the nodes of each group in each part to ``sizes``; the first node of no such part, or -1."""
-    for group in range(groups.size - 1):
-        for node in range(groups[group], groups[group + 1]):
-            if part[node] < 0 or part[node] >= parts:
-                return node
-            sizes[group * parts + part[node]] += 1
-    return -1
-
-
-def _sizes_of(start: NDArray[np.int32], groups: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """Nodes of each group in each part, int64 [groups * parts], of parts to go on from. Raises
-    SourceError."""
-    nodes, sizes = int(groups[-1]), np.zeros(parts * (len(groups) - 1), np.int64)
-    if start.shape != (nodes,) or start.dtype != np.int32:
-        raise SourceError(
-            f"start must be int32 of shape ({nodes},), not {start.dtype} of shape {start.shape}"
-        )
-    bad = count_start(start, groups, parts, sizes)
-    if bad >= 0:
-        raise SourceError(f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {parts - 1}")
-    return sizes
 
 
 def _groups_of(groups: Sequence[int] | None, nodes: int) -> NDArray[np.int64]:
@@ -330,7 +317,7 @@ def ldg_partition(
     if start is None:
         part, sizes = np.full(nodes, -1, np.int32), np.zeros(parts * len(capacities), np.int64)
     else:
-        part, sizes = start, _sizes_of(start, bounds, parts)
+        part, sizes = start, part_sizes(start, bounds, parts)
     before = np.empty(batch_nodes(nodes), np.int32)
     own = [_Scratch(parts, len(capacities)) for _ in range(threads)]
     ending, ending_random = np.zeros(_STATE_SIZE, np.int64), np.zeros(1, np.uint64)
@@ -348,11 +335,19 @@ def ldg_partition(
                 mine.counts, mine.touched, mine.state, mine.random, together, capacities, warmth, ease,
             ))  # fmt: skip
 
+        def share(thread: int, some: Taking) -> int:
+            mine = own[thread]
+            return int(ldg_chunks(
+                some.plan, some.source, chunks.size, seed_of_pass, indptr, some.block, first_node, then, part,
+                bounds, sizes, mine.moved, mine.counts, mine.touched, mine.state, mine.random, together,
+                capacities, warmth, ease,
+            ))  # fmt: skip
+
         ending[:], ending_random[0] = 0, ~seed_of_pass | np.uint64(1)
         for first_node, last_node in chunks.batches():
             then, together = before[: last_node - first_node], -(-(last_node - first_node) // chunks.size)
             np.copyto(then, part[first_node:last_node])
-            bad = chunks.run(first_node, last_node, work)
+            bad = chunks.run(first_node, last_node, work, share)
             if bad >= 0:
                 raise bad_edge_error(graph, bad)
             end_parts_batch(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from featstore.base.system import available_cores
 from featstore.errors import BudgetError, SourceError
-from featstore.order.ldg import PASSES, SLACK, count_start, ldg_memory_bytes, ldg_partition, part_capacity
+from featstore.order.ldg import PASSES, SLACK, ldg_memory_bytes, ldg_partition, part_capacity
 from featstore.order.metis import metis_installed, metis_memory_bytes, metis_partition, survey_graph
 from featstore.order.multilevel import (
     CLUSTERS_PER_PART,
@@ -29,7 +29,7 @@ from featstore.order.multilevel import (
     multilevel_memory_bytes,
     multilevel_partition,
 )
-from featstore.order.parts import order_of_parts, order_of_parts_bytes
+from featstore.order.parts import count_start, order_of_parts, order_of_parts_bytes
 from featstore.order.permutation import (
     Order,
     degree_memory_bytes,

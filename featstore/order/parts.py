@@ -58,6 +58,31 @@ def order_of_parts(part: NDArray[np.int32], parts: int) -> tuple[NodeIds, NDArra
     return node_of_row, offsets
 
 
+@njit(cache=True, nogil=True)
+def count_start(part: Any, groups: Any, parts: int, sizes: Any) -> int:
+    """Add the nodes of each group in each part to ``sizes``; the first node of no such part, or -1."""
+    for group in range(groups.size - 1):
+        for node in range(groups[group], groups[group + 1]):
+            if part[node] < 0 or part[node] >= parts:
+                return node
+            sizes[group * parts + part[node]] += 1
+    return -1
+
+
+def part_sizes(start: NDArray[np.int32], groups: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """Nodes of each group in each part, int64 [groups * parts], of parts to go on from. Raises
+    SourceError."""
+    nodes, sizes = int(groups[-1]), np.zeros(parts * (len(groups) - 1), np.int64)
+    if start.shape != (nodes,) or start.dtype != np.int32:
+        raise SourceError(
+            f"start must be int32 of shape ({nodes},), not {start.dtype} of shape {start.shape}"
+        )
+    bad = count_start(start, groups, parts, sizes)
+    if bad >= 0:
+        raise SourceError(f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {parts - 1}")
+    return sizes
+
+
 def order_of_parts_bytes(nodes: int, parts: int) -> int:
     """What :func:`order_of_parts` allocates, in bytes, beside the part numbers it is given."""
     return node_dtype(nodes).itemsize * nodes + 16 * (parts + 1)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.errors import SourceError
-from featstore.order.ldg import next_random, random_of_pass
+from featstore.order.chances import next_random, random_of_pass
 from featstore.order.stream import (
     BLOCK_EDGES,
     GraphLike,

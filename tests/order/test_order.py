@@ -349,11 +349,13 @@ def test_memory_stays_within_the_budget(method: str) -> None:
     with pytest.raises(BudgetError) as caught:
         made(method, graph, memory_bytes=1, **call)
     needed = caught.value.needed_bytes
-    tracemalloc.start()
-    made(method, graph, memory_bytes=needed, **call)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert 4 * rows < peak_bytes <= needed
+    peaks_bytes = []
+    for _ in range(2):  # what else the process does in the meantime is counted, too, but not twice
+        tracemalloc.start()
+        made(method, graph, memory_bytes=needed, **call)
+        peaks_bytes.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert 4 * rows < min(peaks_bytes) <= needed
 
 
 def test_training_nodes_are_handed_to_the_blocks_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from order_support import Csc, Draws, csc
 
 from featstore.errors import SourceError
 from featstore.order import scores
-from featstore.order.ldg import random_of_pass
+from featstore.order.chances import random_of_pass
 from featstore.order.scores import FANOUT, score_parts, scores_memory_bytes
 
 
