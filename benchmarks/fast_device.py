@@ -15,7 +15,9 @@ have them: without a bar, for what then arrives has been neither checked nor put
 
 Where the device's reads are themselves work of the cores, as on compressed RAM, fio's rate leaves none for
 what fio does not do. Dense and sequential reads are measured without checksums, too, without a bar: what they
-reach beyond those with checksums is the checksums' price.
+reach beyond those with checksums is the checksums' price. And fio leaves what it reads in its buffers, in the
+caches, where our rows go to memory: what both together could reach is told from fio with registered buffers
+and from a bare copy, by every core, from its cache to memory and past the caches.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -37,6 +40,9 @@ from system import compressed_ram, cpu_seconds, free_memory_bytes, touch_memory
 from tables import COLUMNS, ROW_BYTES, Tables, check_rows, isolated_ids, random_page_ids
 
 import featstore
+from featstore.base.compilation import njit
+from featstore.base.native import STREAM_BYTES, address_of, fence
+from featstore.base.rows import stream_row
 from featstore.engine import uring
 from featstore.measure.calibrate import measure
 from featstore.reader.report import ReaderStats
@@ -47,12 +53,22 @@ CACHE = "cold (direct I/O)"
 NO_CHECKS = ", checksums off"
 EXTRAPOLATED_CORES, EXTRAPOLATED_DISKS = (1, 16, 64), (1e5, 1e6, 3e6)
 LATENCY = 80e-6  # of a read of 4 KiB, as disks of a million reads a second have it
+COPY = "copy from cache to memory"
+COPIED_BYTES = 1 << 18  # at once: they stay in a core's second cache
 ROOM = 2.4  # of the device, over the table's size: rows that are given one by one are written twice
 
 
 def fio_name(what: str, processes: int, registered: bool = False) -> str:
     more = ", registered buffers" * registered
     return f"fio {what}, {processes} process{'es' * (processes > 1)}{more}"
+
+
+@njit(nogil=True)
+def copy_to_memory(source: int, target: int, copies: int) -> None:
+    """Bytes that stay in the core's cache to ``copies`` places one after the other, past the caches."""
+    for k in range(copies):
+        stream_row(target + k * COPIED_BYTES, source, COPIED_BYTES)
+    fence()
 
 
 class Fast:
@@ -173,6 +189,26 @@ class Fast:
 
         self.add("featstore, all rows in order" + less, "MB/s", runs)
 
+    def copies(self) -> None:
+        threads = self._closing.enter_context(ThreadPoolExecutor(len(self.cores)))
+        sources = np.ones((len(self.cores), COPIED_BYTES + STREAM_BYTES), np.uint8)
+        share = self.whole.nbytes // len(self.cores) // COPIED_BYTES - 1
+        targets = [address_of(self.whole) + k * (share + 1) * COPIED_BYTES for k in range(len(self.cores))]
+
+        def aligned(address: int) -> int:
+            return -(-address // STREAM_BYTES) * STREAM_BYTES
+
+        def run(_: int) -> Sample:
+            begin = time.perf_counter()
+            list(threads.map(
+                copy_to_memory, [aligned(address_of(source)) for source in sources], map(aligned, targets),
+                [share] * len(self.cores),
+            ))  # fmt: skip
+            return Sample(len(self.cores) * share * COPIED_BYTES / 1e6, time.perf_counter() - begin)
+
+        run(0)
+        self.contenders.append(Contender(COPY, "MB/s", "no reads", run))
+
     def close(self) -> None:
         self._closing.close()
 
@@ -196,6 +232,15 @@ def over_best(ours: Series, series: dict[str, Series], names: list[str]) -> floa
     """Median over the rounds of our rate over the best of the others in the same round."""
     rounds = range(len(ours.samples))
     return median(ours.samples[r].rate / max(series[n].samples[r].rate for n in names) for r in rounds)
+
+
+def over_reads_and_copy(ours: Series, series: dict[str, Series], reads: list[str]) -> float:
+    """Median over the rounds of our rate over that of the best of the reads, then copied to memory."""
+    seconds = [
+        min(1 / series[n].samples[r].rate for n in reads) + 1 / series[COPY].samples[r].rate
+        for r in range(len(ours.samples))
+    ]
+    return median(sample.rate * spent for sample, spent in zip(ours.samples, seconds, strict=True))
 
 
 def extrapolated(series: dict[str, Series], most: int) -> list[list[Any]]:
@@ -250,6 +295,7 @@ def main(settings: Settings, zram: bool) -> None:
         fast.random("featstore, pinned", pinned=True)
         fast.dense()
         fast.dense(verify=False)
+        fast.copies()
         report = Report("fast_device", "A device that outruns a core", {
             "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "rows_per_request": fast.count,
             "queue_depth": DEPTH, "pages_apart_min": APART_PAGES, "rounds": settings.rounds, "zram": zram,
@@ -280,6 +326,11 @@ def main(settings: Settings, zram: bool) -> None:
             best = [fio_name(kinds.get(name, "sequential"), n, registered=True) for n in counts]
             text = f"{text} over fio's where its buffers are registered"
             report.claims.append(Claim(text, over_best(series[name], series, best)))
+        registered_reads = [fio_name("sequential", n, registered=True) for n in fast.processes]
+        report.claims.append(Claim(
+            "all rows in order: bytes/s over fio's where its buffers are registered, copied to memory",
+            over_reads_and_copy(series["featstore, all rows in order"], series, registered_reads),
+        ))  # fmt: skip
         report.table("Reads of runs: seconds of the cores for a gigabyte, summed over threads", [
             "reads", "over fio's sequential rate", "verify", "copy", "all, reads included",
         ], [
