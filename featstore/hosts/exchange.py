@@ -255,11 +255,11 @@ class Exchange(OneProcess):
         with self._failing:
             if self.error is not None:
                 return
+            for peer, line in self.lines.items():  # a thread that finds the error finds what it is to say
+                if peer != error.host:
+                    what = error.what.encode(errors="backslashreplace")  # of a system in other letters
+                    line.say(Outgoing(ms.Kind.GONE, 0, error.host, ms.text_message(ms.Kind.GONE, what)))
             self.error = error
-        for peer, line in self.lines.items():
-            if peer != error.host:
-                text = ms.text_message(ms.Kind.GONE, error.what.encode())
-                line.say(Outgoing(ms.Kind.GONE, 0, error.host, text))
         for line in self.lines.values():
             line.fail(error)
         self.changed()

@@ -27,6 +27,7 @@ class Crew:
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._works: list[queue.SimpleQueue[_Share | None]] = []
         self._helpers: list[Worker] = []
+        self._busy = 0
         try:
             for number in range(1, threads):
                 works: queue.SimpleQueue[_Share | None] = queue.SimpleQueue()
@@ -46,20 +47,29 @@ class Crew:
             except BaseException as error:
                 self._done.put(error)
 
-    def run(self, work: _Share, threads: int | None = None) -> None:
-        """Have ``work`` done with each number from 0, by so many threads; by default all. What one of them
-        raises is raised when all have ended."""
-        works = self._works if threads is None else self._works[: threads - 1]
-        for one in works:
-            one.put(work)
+    def begin(self, work: _Share) -> None:
+        """Have the others do ``work`` with each number from 1, until :meth:`wait`."""
+        for works in self._works:
+            works.put(work)
+            self._busy += 1
+
+    def wait(self) -> None:
+        """Wait for the others. What one of them raised is raised."""
         error: BaseException | None = None
+        while self._busy:
+            error = self._done.get() or error
+            self._busy -= 1
+        if error is not None:
+            raise error
+
+    def run(self, work: _Share) -> None:
+        """Have ``work`` done with each number from 0. What one of them raises is raised when all have
+        ended."""
+        self.begin(work)
         try:
             work(0)
         finally:
-            for _ in works:
-                error = self._done.get() or error
-        if error is not None:
-            raise error
+            self.wait()
 
     def __enter__(self) -> Crew:
         return self

@@ -39,7 +39,16 @@ from featstore.base.compilation import njit
 from featstore.base.native import prefetch
 from featstore.errors import SourceError
 from featstore.order.chances import next_random, random_of_pass, seed_of_chunk
-from featstore.order.chunks import Chunks, Taking, batch_nodes, take_chunk
+from featstore.order.chunks import (
+    FIRST_NODE,
+    WAITING,
+    Chunks,
+    batch_before,
+    batch_nodes,
+    chunk_of,
+    end_chunk,
+    take_chunk,
+)
 from featstore.order.crew import apart
 from featstore.order.parts import part_sizes
 from featstore.order.stream import (
@@ -197,28 +206,26 @@ def ldg_chunk(
 
 @njit(cache=True, nogil=True)
 def ldg_chunks(
-    plan: Any, source: int, chunk_size: int, seed: Any, indptr: Any, block: Any, first_node: int, before: Any,
-    part: Any, groups: Any, sizes: Any, moved: Any, counts: Any, touched: Any, state: Any, random: Any,
-    chunks: int, capacities: Any, heat: float, ease: float,
-) -> Any:  # fmt: skip
-    """Chunks of a batch, as long as there are any to take, each as :func:`ldg_chunk` goes through it, whose
-    arguments these are. The first bad edge of the graph that is met, or -1."""
-    found = np.int64(-1)
+    plan: Any, helps: bool, waiting: Any, chunk_size: int, seed: Any, indptr: Any, block: Any,
+    all_before: Any, part: Any, groups: Any, sizes: Any, moved: Any, counts: Any, touched: Any, state: Any,
+    random: Any, capacities: Any, heat: float, ease: float,
+) -> None:  # fmt: skip
+    """Chunks as long as there are any to take (see :mod:`featstore.order.chunks`), each as :func:`ldg_chunk`
+    goes through it, whose arguments these are."""
     while True:
-        chunk = take_chunk(plan, source, block)
+        chunk = take_chunk(plan, block, helps, waiting)
         if chunk < 0:
-            return found
-        begin, low = plan[0, chunk], plan[1, chunk]
+            return
+        begin, end, edges, low = chunk_of(plan, block, chunk)
+        before = batch_before(plan, all_before)
         state[:] = 0
         state[_NODE] = begin
         random[0] = seed_of_chunk(seed, begin // chunk_size)
-        edges = block[low - plan[1, 0] : plan[1, chunk + 1] - plan[1, 0]]
         bad = ldg_chunk(
-            indptr, edges, low, begin, plan[0, chunk + 1], first_node, before, part, groups, sizes, moved,
-            counts, touched, state, random, chunks, capacities, heat, ease,
+            indptr, edges, low, begin, end, plan[FIRST_NODE], before, part, groups, sizes, moved, counts,
+            touched, state, random, -(-before.size // chunk_size), capacities, heat, ease,
         )  # fmt: skip
-        if bad >= 0 and (found < 0 or low + bad < found):
-            found = low + bad
+        end_chunk(plan, chunk, low + bad if bad >= 0 else np.int64(-1))
 
 
 @njit(cache=True, nogil=True)
@@ -335,24 +342,26 @@ def ldg_partition(
                 mine.counts, mine.touched, mine.state, mine.random, together, capacities, warmth, ease,
             ))  # fmt: skip
 
-        def share(thread: int, some: Taking) -> int:
+        def share(thread: int) -> None:
             mine = own[thread]
-            return int(ldg_chunks(
-                some.plan, some.source, chunks.size, seed_of_pass, indptr, some.block, first_node, then, part,
-                bounds, sizes, mine.moved, mine.counts, mine.touched, mine.state, mine.random, together,
+            ldg_chunks(
+                chunks.plan, thread > 0, WAITING, chunks.size, seed_of_pass, indptr, chunks.block, before,
+                part, bounds, sizes, mine.moved, mine.counts, mine.touched, mine.state, mine.random,
                 capacities, warmth, ease,
-            ))  # fmt: skip
+            )  # fmt: skip
 
         ending[:], ending_random[0] = 0, ~seed_of_pass | np.uint64(1)
-        for first_node, last_node in chunks.batches():
-            then, together = before[: last_node - first_node], -(-(last_node - first_node) // chunks.size)
-            np.copyto(then, part[first_node:last_node])
-            bad = chunks.run(first_node, last_node, work, share)
-            if bad >= 0:
-                raise bad_edge_error(graph, bad)
-            end_parts_batch(
-                first_node, then, part, bounds, parts, sizes, own[0].moved, ending, ending_random, capacities
-            )
+        with chunks.helping(share):
+            for first_node, last_node in chunks.batches():
+                then, together = before[: last_node - first_node], -(-(last_node - first_node) // chunks.size)
+                np.copyto(then, part[first_node:last_node])
+                bad = chunks.run(first_node, last_node, work, share)
+                if bad >= 0:
+                    raise bad_edge_error(graph, bad)
+                end_parts_batch(
+                    first_node, then, part, bounds, parts, sizes, own[0].moved, ending, ending_random,
+                    capacities,
+                )  # fmt: skip
         return int(ending[_MOVED])
 
     with Chunks(graph, indptr, block_edges, threads) as chunks:

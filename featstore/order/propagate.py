@@ -33,7 +33,17 @@ from featstore.base.compilation import njit
 from featstore.base.hashing import GOLDEN
 from featstore.base.native import prefetch
 from featstore.order.chances import next_random, random_of_pass, seed_of_chunk
-from featstore.order.chunks import Chunks, Taking, batch_nodes, chunk_nodes, take_chunk
+from featstore.order.chunks import (
+    FIRST_NODE,
+    WAITING,
+    Chunks,
+    batch_before,
+    batch_nodes,
+    chunk_nodes,
+    chunk_of,
+    end_chunk,
+    take_chunk,
+)
 from featstore.order.crew import apart
 from featstore.order.ldg import STAY_BONUS
 from featstore.order.stream import PREFETCH_EDGES, GraphLike, bad_edge_error, node_count
@@ -204,28 +214,25 @@ def propagate_chunk(
 
 @njit(cache=True, nogil=True)
 def propagate_chunks(
-    plan: Any, source: int, chunk_size: int, seed: Any, indptr: Any, block: Any, first_node: int, before: Any,
-    label: Any, sizes: Any, wishes: Any, changes: Any, table: Any, counts: Any, state: Any, random: Any,
-    limit: int, heat: float,
-) -> Any:  # fmt: skip
-    """Chunks of a batch, as long as there are any to take, each as :func:`propagate_chunk` goes through it,
-    whose arguments these are. The first bad edge of the graph that is met, or -1."""
-    found = np.int64(-1)
+    plan: Any, helps: bool, waiting: Any, chunk_size: int, seed: Any, indptr: Any, block: Any,
+    all_before: Any, label: Any, sizes: Any, all_wishes: Any, changes: Any, table: Any, counts: Any,
+    state: Any, random: Any, limit: int, heat: float,
+) -> None:  # fmt: skip
+    """Chunks as long as there are any to take (see :mod:`featstore.order.chunks`), each as
+    :func:`propagate_chunk` goes through it, whose arguments these are."""
     while True:
-        chunk = take_chunk(plan, source, block)
+        chunk = take_chunk(plan, block, helps, waiting)
         if chunk < 0:
-            return found
-        begin, low = plan[0, chunk], plan[1, chunk]
+            return
+        begin, end, edges, low = chunk_of(plan, block, chunk)
         state[:] = 0
         state[_NODE] = begin
         random[0] = seed_of_chunk(seed, begin // chunk_size)
-        edges = block[low - plan[1, 0] : plan[1, chunk + 1] - plan[1, 0]]
         bad = propagate_chunk(
-            indptr, edges, low, begin, plan[0, chunk + 1], first_node, before, label, sizes, wishes, changes,
-            table, counts, state, random, limit, heat,
+            indptr, edges, low, begin, end, plan[FIRST_NODE], batch_before(plan, all_before), label, sizes,
+            batch_before(plan, all_wishes), changes, table, counts, state, random, limit, heat,
         )  # fmt: skip
-        if bad >= 0 and (found < 0 or low + bad < found):
-            found = low + bad
+        end_chunk(plan, chunk, low + bad if bad >= 0 else np.int64(-1))
 
 
 @njit(cache=True, nogil=True)
@@ -316,15 +323,15 @@ def propagate(
             mine.table, mine.counts, mine.state, mine.random, limit, heat,
         ))  # fmt: skip
 
-    def share(thread: int, some: Taking) -> int:
+    def share(thread: int) -> None:
         mine = own[thread]
-        return int(propagate_chunks(
-            some.plan, some.source, chunks.size, seed_of_pass, indptr, some.block, first_node, then, label,
-            sizes, wishes, mine.changes, mine.table, mine.counts, mine.state, mine.random, limit, heat,
-        ))  # fmt: skip
+        propagate_chunks(
+            chunks.plan, thread > 0, WAITING, chunks.size, seed_of_pass, indptr, chunks.block, before, label,
+            sizes, all_wishes, mine.changes, mine.table, mine.counts, mine.state, mine.random, limit, heat,
+        )  # fmt: skip
 
     moved = 0
-    with Chunks(graph, indptr, block_edges, threads) as chunks:
+    with Chunks(graph, indptr, block_edges, threads) as chunks, chunks.helping(share):
         for first_node, last_node in chunks.batches():
             then, wishes = before[: last_node - first_node], all_wishes[: last_node - first_node]
             np.copyto(then, label[first_node:last_node])

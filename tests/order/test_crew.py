@@ -33,13 +33,26 @@ def test_each_number_does_its_share_of_every_work_in_a_thread_of_its_own(threads
     assert not [thread for thread in threading.enumerate() if thread.name == "crew-test"]
 
 
-def test_fewer_threads_can_be_asked_for() -> None:
-    done: list[int] = []
-    with Crew(4, "crew-test") as crew:
-        crew.run(done.append, 2)
-        assert sorted(done) == [0, 1]
-        crew.run(done.append)
-    assert sorted(done) == [0, 0, 1, 1, 2, 3]
+def test_others_work_until_they_are_waited_for() -> None:
+    """Beside who has them begin; what one of them raises is raised where they are waited for."""
+    go, ended = threading.Event(), list[int]()
+
+    def share(number: int) -> None:
+        assert go.wait(10)
+        if number == 2:
+            raise ValueError("share 2")
+        ended.append(number)
+
+    with Crew(3, "crew-test") as crew:
+        crew.begin(share)
+        assert ended == []
+        go.set()
+        with pytest.raises(ValueError, match="share 2"):
+            crew.wait()
+        assert ended == [1]
+        crew.wait()  # for nothing
+        crew.begin(ended.append)
+    assert sorted(ended) == [1, 1, 2], "what was begun is done"
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
