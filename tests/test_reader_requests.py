@@ -7,8 +7,9 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from gates import Gate
 
 import featstore
+import featstore.reader.reader
 from featstore.errors import CancelledError, ClosedError, IdError
 from featstore.reader.reader import IN_FLIGHT_MAX, Reader
 
@@ -192,6 +194,51 @@ def test_use_after_close(store: featstore.Store, engine: str) -> None:
         reader.stats()
     with pytest.raises(ValueError):
         reader.read([1])
+
+
+@contextmanager
+def fed(reader: Reader) -> Iterator[list[Any]]:
+    """Requests that are handed to the thread that plans."""
+    found, feed = [], reader._feeder.feed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader._feeder, "feed", lambda *given: (found.append(given[0]), feed(*given)))
+        yield found
+
+
+def test_a_small_request_of_rows_in_memory_is_done_when_it_was_made(
+    store: featstore.Store, features: np.ndarray
+) -> None:
+    out, at = np.zeros_like(features), np.arange(1000)[::-1]
+    with store.reader(memory=MEMORY, static=np.arange(900)) as reader, fed(reader) as handed_on:
+        done = reader.submit([3, 899, 3])
+        assert done.done()
+        np.testing.assert_array_equal(done.result(0), features[[3, 899, 3]])
+        placed = reader.submit(np.arange(900), out=out, at=at[:900])
+        assert placed.done()
+        np.testing.assert_array_equal(out[at[:900]], features[:900])
+        wrong = reader.submit([3, 1000])
+        assert wrong.done()
+        with pytest.raises(IdError, match="1000"):
+            wrong.result(0)
+        assert handed_on == []
+        missing = reader.submit([3, 900])
+        assert handed_on == [missing]
+        np.testing.assert_array_equal(missing.result(20), features[[3, 900]])
+        stats = reader.stats()
+        assert (stats.requests, stats.rows_asked) == (4, 3 + 900 + 2)
+        assert sum(stats.hits.values()) == 3 + 900 + 1
+
+
+def test_a_large_request_of_rows_in_memory_is_not_copied_by_who_submits_it(
+    store: featstore.Store, features: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(featstore.reader.reader, "_SUBMITTED_BYTES_MAX", 900 * features[0].nbytes)
+    with store.reader(memory=MEMORY, static=np.arange(900)) as reader, fed(reader) as handed_on:
+        for count, large in ((900, False), (901, True), (2**15, True)):
+            ids = np.arange(count) % 900
+            request = reader.submit({"features": ids})
+            assert (request in handed_on) == large
+            np.testing.assert_array_equal(request.result(20)["features"], features[ids])
 
 
 def test_close_waits_for_requests_under_way(

@@ -138,6 +138,11 @@ class Request(Future[Any]):
             self._begun = True
             return True
 
+    def answer(self, error: BaseException | None) -> None:
+        """It is done, or has failed, before anything was under way."""
+        self.begin()
+        self.close_piece(None, error)
+
     def abandon(self) -> None:
         """The caller is leaving with an exception: cancel, and come back only when nothing writes into
         ``out`` any more."""
@@ -192,8 +197,7 @@ class Request(Future[Any]):
 def answered(result: Any) -> Request:
     """A request that is done."""
     request = Request(lambda: result)
-    request.begin()
-    request.close_piece(None, None)
+    request.answer(None)
     return request
 
 

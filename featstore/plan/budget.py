@@ -89,6 +89,14 @@ class Budget:
         tiers = free - staging - scratch if static_bytes is None else static_bytes
         return cls(memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, tiers)
 
+    def uses(self, tier_bytes: int) -> dict[str, int]:
+        """Bytes by what they are for, where tiers hold so many, and how many are ``unused``."""
+        held = {
+            "row_maps": self.row_map_bytes, "page_checksums": self.checksum_bytes,
+            "staging": self.staging_bytes, "scratch": self.scratch_bytes, "tiers": tier_bytes,
+        }  # fmt: skip
+        return held | {"unused": self.memory_bytes - sum(held.values())}
+
     @classmethod
     def smallest(cls, tables: Sequence[TableNeed], tier_bytes: int) -> int:
         """The smallest budget that leaves so much for tiers (within a page: staging grows by whole pages)."""

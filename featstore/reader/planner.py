@@ -95,6 +95,12 @@ class Planner:
         self.count_piece(part.state, found, forecast, begin)
         return lane
 
+    def empty_lane(self, state: TableState, on_done: Callable[[Lane], None]) -> Lane:
+        """A lane that reads nothing, planned as any other."""
+        nothing, none = np.empty(0, np.int64), np.empty(0, np.uint8)
+        e = plan_extents(nothing, NONE, none, 0, state.table.layout, self.model, self._extent_bytes_max)
+        return lane_of(state.files, e, none, on_done)
+
     def count_piece(self, state: TableState, found: Found, forecast_seconds: float, begin: float) -> None:
         count = len(found.rows)
         self._counts.add(

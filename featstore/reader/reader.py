@@ -38,14 +38,14 @@ from featstore.engine import engine_class, make
 from featstore.engine.base import Engine
 from featstore.engine.files import Access
 from featstore.engine.request import Request
-from featstore.errors import ClosedError, NotInMemoryError
+from featstore.errors import ClosedError, IdError, NotInMemoryError
 from featstore.plan.budget import Budget
 from featstore.plan.cost import DeviceModel, reading_model
-from featstore.plan.extents import cut_extents, plan_extents
+from featstore.plan.extents import cut_extents
 from featstore.reader.feeder import Feeder, MakeLane
 from featstore.reader.lookup import NONE, Part, TableState, find_small, held_rows, table_need
 from featstore.reader.options import as_static_bytes, check_reading, chosen_engine, memory_said
-from featstore.reader.planner import Planner, lane_of
+from featstore.reader.planner import Planner
 from featstore.reader.report import Counts, Plan, ReaderStats
 from featstore.reader.requests import as_tables, parse_request, parse_run_request
 from featstore.reader.sheets import reader_sheet
@@ -56,6 +56,8 @@ from featstore.tiers.team import Team
 from featstore.units import PAGE_BYTES, parse_bytes
 
 QUEUE_DEPTH = 128
+#: Bytes that ``submit`` copies itself where all are in memory: to hand them over takes about as long.
+_SUBMITTED_BYTES_MAX = 8 << 20
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
 IN_FLIGHT_MAX = 16
 
@@ -173,12 +175,8 @@ class Reader(Shown):
         """Load all that a read runs, by reading nothing; see ``load_kernels`` of ``TableState``."""
         for state in self._states.values():
             state.load_kernels(self._team)
-            nothing, none = np.empty(0, np.int64), np.empty(0, np.uint8)
-            extents = plan_extents(
-                nothing, NONE, none, 0, state.table.layout, self.model, self.budget.extent_bytes_max
-            )
             done = Wake()
-            lane = lane_of(state.files, extents, none, lambda _: done.set())  # noqa: B023
+            lane = self._planner.empty_lane(state, lambda _: done.set())  # noqa: B023
             assert self._engine is not None
             self._engine.start(lane)
             done.wait()
@@ -228,8 +226,9 @@ class Reader(Shown):
         finish, parts = parse_request(states, ids, out, copy=False)
         if self._from_tiers(parts):
             return finish()
-        fresh = [part.out for part in parts] if out is None else []
-        return self._wait(Request(finish), self._planner.pieces(parts), fresh)
+        return self._wait(
+            Request(finish), self._planner.pieces(parts), [part.out for part in parts] if out is None else []
+        )
 
     def _wait(self, request: Request, pieces: Iterator[MakeLane], fresh: list[NDArray[np.uint8]]) -> Any:
         """The result of a request; memory that is ``fresh`` is provided by the system meanwhile."""
@@ -251,7 +250,21 @@ class Reader(Shown):
         may be longer: so several tables can fill one array. Two ids must not go to the same place."""
         self._ready()
         finish, parts = parse_request(self._opened(), ids, out, copy=True, at=at)
-        return self._submit(Request(finish), self._planner.pieces(parts))
+        request, byte_count = Request(finish), sum(len(p.ids) * p.state.table.row_bytes for p in parts)
+        if byte_count > _SUBMITTED_BYTES_MAX or not self._answered(request, parts):
+            self._submit(request, self._planner.pieces(parts))
+        return request
+
+    def _answered(self, request: Request, parts: list[Part]) -> bool:
+        """End a small request whose rows are all in the tiers, or of which an id is none."""
+        try:
+            if not self._from_tiers(parts):
+                return False
+            request.answer(None)
+        except IdError as error:
+            self._counts.add(requests=1)
+            request.answer(error)
+        return True
 
     def _submit(self, request: Request, pieces: Iterator[MakeLane]) -> Request:
         limit = self._requests
@@ -326,22 +339,18 @@ class Reader(Shown):
         """What :meth:`read` would do for these ids: hits, pages, reads, bytes, forecast. Reads nothing.
         Raises IdError."""
         self._ready()
-        tables, forecast, states = [], 0.0, self._opened()
-        for name, value in as_tables(states, ids).items():
-            state, parsed = states[name], parse_ids(value)
-            tables.append(self._planner.plan_table(state, parsed.values))
-            forecast += tables[-1].forecast_seconds
-        return Plan(tuple(tables), self.engine.name, self.model.calibrated, forecast)
+        states = self._opened()
+        asked = as_tables(states, ids).items()
+        tables = tuple(self._planner.plan_table(states[n], parse_ids(value).values) for n, value in asked)
+        forecast = sum(table.forecast_seconds for table in tables)
+        return Plan(tables, self.engine.name, self.model.calibrated, forecast)
 
     def stats(self) -> ReaderStats:
         """What has been counted since the reader was opened (the filling of the static tier is not in the
         requests)."""
         counted = self._ready().counters()
-        histogram = tuple(
-            (C.latency_edge(b), int(counted[C.LATENCY + b]))
-            for b in range(C.LATENCY_BUCKETS)
-            if counted[C.LATENCY + b]
-        )
+        buckets = [b for b in range(C.LATENCY_BUCKETS) if counted[C.LATENCY + b]]
+        histogram = tuple((C.latency_edge(b), int(counted[C.LATENCY + b])) for b in buckets)
         return self._counts.stats(
             engine=self.engine.name, access=self.access, reads=int(counted[C.READS]),
             bytes_read=int(counted[C.BYTES_READ]), short_reads=int(counted[C.SHORT_READS]),
@@ -351,13 +360,7 @@ class Reader(Shown):
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget, by use: what is held, and ``unused``."""
-        b = self.budget
-        tiers = sum(tier.memory_bytes for state in self._states.values() for tier in state.tiers)
-        held = {
-            "row_maps": b.row_map_bytes, "page_checksums": b.checksum_bytes, "staging": b.staging_bytes,
-            "scratch": b.scratch_bytes, "tiers": tiers,
-        }  # fmt: skip
-        return held | {"unused": b.memory_bytes - sum(held.values())}
+        return self.budget.uses(sum(t.memory_bytes for s in self._states.values() for t in s.tiers))
 
     # Ending.
 
