@@ -220,7 +220,7 @@ def test_types_are_trained_on(run: Run, tmp_path: Path) -> None:
         )
     (tmp_path / "Packages").write_text("\n".join(packages))
     printed = run(
-        [str(EXAMPLES / "train_typed_debian.py"), str(tmp_path / "Packages"), "--epochs", "40"], tmp_path
+        [str(EXAMPLES / "train_typed_debian.py"), str(tmp_path / "Packages"), "--epochs", "24"], tmp_path
     )
     assert "'package': 400, 'source': 200, 'maintainer': 10" in printed
     found = re.search(r"sections: ([0-9.]+) of the packages kept aside are right", printed)

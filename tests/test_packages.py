@@ -105,10 +105,11 @@ def test_newer_pythons_install_and_use_the_wheel(
         pytest.skip("no Python 3.12 or newer on PATH or in ~/.pyenv/versions")
     if minor != max(PYTHONS) and os.environ.get("TEST_PYTHONS") != "all":
         pytest.skip("only the newest Python is tried; TEST_PYTHONS=all tries the others")
-    attempt([str(PYTHONS[minor]), "-m", "venv", str(tmp_path / "venv")], tmp_path)
+    attempt([str(PYTHONS[minor]), "-m", "venv", "--without-pip", str(tmp_path / "venv")], tmp_path)
     python = str(tmp_path / "venv" / "bin" / "python")
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    install = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    install = [*pip, "install", "-q", "--no-compile", "--disable-pip-version-check"]
     known = ["-c", str(ROOT / "constraints.txt"), "--only-binary", ":all:", "--retries", "1"]
     attempt([*install, *known, *needs], tmp_path)
     run([*install, "--no-index", str(built[".whl"])], tmp_path)  # nothing more is needed
