@@ -48,7 +48,7 @@ CONTENTS = {
 NESTED = {"docs/decisions/README": "[0-9]*", "formats/README": "v1/*"}
 #: Of public classes what is for other parts of the package alone.
 INTERNAL = {
-    "Request": {"begin", "abandon", "stopped", "open_piece", "close_piece"},
+    "Request": {"begin", "answer", "abandon", "stopped", "open_piece", "close_piece"},
     "Hosts": {"tables_of", "as_source"},
     "Shared": {"tables_of", "as_source"},
     "Reader": {"read_pages"},

@@ -57,6 +57,7 @@ NOT_CALLED = {
     "StoredGraph": "made by a store",
     "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader",
+    "Request.answer": "called by the reader",
     "Reader.read_pages": "called by samplers",
     "StoredSampler.with_memory": "called by loaders",
     "OnlineLoader.beginning": "called by its own thread",

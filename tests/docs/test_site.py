@@ -93,7 +93,7 @@ def test_every_option_of_a_loader_is_told_and_nothing_of_the_inside(site: Path) 
         assert re.search(rf"\b{option}\b", options), option
     names = set(re.findall(r'id="(featstore\.[^"]+)"', page))
     assert "featstore.loaders.report.LoaderReport.hit_rate" in names
-    assert not {f"featstore.Request.{one}" for one in ("begin", "abandon", "close_piece")} & names
+    assert not {f"featstore.Request.{one}" for one in ("begin", "answer", "close_piece")} & names
     assert "featstore.Hosts.as_source" not in names
 
 
