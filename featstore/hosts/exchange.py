@@ -252,13 +252,13 @@ class Exchange(OneProcess):
 
     def fail(self, error: PeerError) -> None:
         """A host is gone: nothing more is asked or served."""
+        text = error.what.encode(errors="backslashreplace")  # of a system in other letters
         with self._failing:
             if self.error is not None:
                 return
             for peer, line in self.lines.items():  # a thread that finds the error finds what it is to say
                 if peer != error.host:
-                    what = error.what.encode(errors="backslashreplace")  # of a system in other letters
-                    line.say(Outgoing(ms.Kind.GONE, 0, error.host, ms.text_message(ms.Kind.GONE, what)))
+                    line.say(Outgoing(ms.Kind.GONE, 0, error.host, ms.text_message(ms.Kind.GONE, text)))
             self.error = error
         for line in self.lines.values():
             line.fail(error)

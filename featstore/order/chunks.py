@@ -9,8 +9,8 @@ batch: where two chunks filled one part beyond its capacity, the later node goes
 takes the chunk with the most edges that is left.
 
 For a whole pass threads stay in a kernel. One opens a batch and works with the others, which wait for the
-next, awake at first: a pass has sixteen batches of some milliseconds each, and to come back to Python for
-each chunk, or to be woken up for each batch, takes a tenth of that.
+next, awake at first: a pass has sixteen batches of some milliseconds each, and to come back to Python, or to
+be woken up, for each takes a twentieth of that.
 
 Chunks follow from the number of nodes alone, so equal arguments give equal results on any machine. Graphs of
 fewer than :data:`ALONE_NODES` nodes are one chunk, and go through as one thread would take them.
@@ -51,7 +51,9 @@ BATCHES_MIN = 16  # a pass: else too much of what a node sees is of before its b
 
 # Places of a plan, int64 [PLAN_SIZE]: what several threads write stands on lines of its own.
 _LEFT, _DONE, _ENDED = 0, 16, 32  # chunks that nobody has taken; that are done; whether the pass has ended
-FIRST_NODE, _NODES, _CHUNKS, _SOURCE = 48, 49, 50, 51  # of the batch; how many chunks are open; see _plan
+FIRST_NODE, _NODES = 48, 49  # of the batch
+_CHUNKS = 50  # how many are open
+_SOURCE = 51  # the address where their edges come from, or 0 where they are in the block
 _STARTS = 64  # first node of each open chunk, and the end
 _EDGES = _STARTS + CHUNKS + 1  # first edge of each, and the end
 _TURNS = _EDGES + CHUNKS + 1  # the chunks, those with the fewest edges first, as they are taken from the end

@@ -243,8 +243,8 @@ class Reader(Shown):
 
     def submit(self, ids: Any, *, out: Any = None, at: Any = None) -> Request:
         """Like :meth:`read`, but returns at once with a :class:`~featstore.engine.request.Request`. ``ids``
-        may be changed afterwards; ``out`` belongs to the request until it is done. Blocks while too many
-        requests are under way.
+        may be changed afterwards; ``out`` belongs to the request until it is done: a small one of rows in
+        memory is when this returns. Blocks while too many requests are under way.
 
         With ``at``, integers as many as ids (or a mapping of such), row i goes to ``out[at[i]]``, and ``out``
         may be longer: so several tables can fill one array. Two ids must not go to the same place."""

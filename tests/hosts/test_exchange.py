@@ -294,6 +294,19 @@ def test_a_host_that_asks_for_nothing_learns_it_too(
         assert [made[n].exchange.error.host for n in (0, 1)] == [2, 2]  # type: ignore[union-attr]
 
 
+def test_a_reason_in_letters_that_none_can_send_is_told(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    """As systems in other languages give them; and it is there to be sent once the error is."""
+    with hosts(store, arrays, 3, timeout=5.0) as (made, _):
+        exchange = made[0].exchange
+        exchange.fail(exchange.peer_error(1, "is gone (\udcfc\udcff)"))
+        (error,) = each([made[2]], ask_for_all)
+        assert isinstance(error, PeerError)
+        assert error.host == 1
+        assert r"is gone (\udcfc\udcff), as host 0 says" in str(error)
+
+
 @pytest.mark.parametrize("how", ["flip", "cut"])
 def test_damaged_messages_are_found(store: featstore.Store, arrays: dict[str, np.ndarray], how: str) -> None:
     """Of whatever host 1 sends to host 0, after who it is, one thing is damaged: each of the first eight,
