@@ -12,22 +12,15 @@ from featstore.base.native import load_i32, load_u64, popcount
 
 
 @njit(cache=True, nogil=True)
-def count_bits(bits: NDArray[np.uint64], ranks: NDArray[np.int32]) -> int:
-    """Members before each word; returns how many there are."""
-    total = 0
-    for word in range(bits.shape[0]):
-        ranks[word] = total
-        total += popcount(bits[word])
-    return total
-
-
-@njit(cache=True, nogil=True)
 def set_bits(rows: NDArray[np.int64], bits: NDArray[np.uint64], ranks: NDArray[np.int32]) -> int:
     """Make the bitmap of a set of rows, and the number of members before each word. Returns the number of
     members."""
     for i in range(rows.shape[0]):
         bits[rows[i] >> 6] |= np.uint64(1) << np.uint64(rows[i] & 63)
-    total: int = count_bits(bits, ranks)
+    total = 0
+    for word in range(bits.shape[0]):
+        ranks[word] = total
+        total += popcount(bits[word])
     return total
 
 

@@ -174,6 +174,22 @@ def popcount(typingctx: Any, word: Any) -> Any:
 
 
 @intrinsic
+def equal_64(typingctx: Any, address: Any, value: Any) -> Any:
+    """Bits of a uint64: which of the 64 unsigned integers at an address, of the type of ``value``, are
+    equal to it. The first is the lowest bit."""
+    vector = ir.VectorType(ir.IntType(value.bitwidth), 64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        there = builder.load(pointer_to(builder, args[0], vector), align=1)
+        none = ir.Constant(vector, ir.Undefined)
+        first = builder.insert_element(none, args[1], I32(0))
+        all_alike = builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(I32, 64), [0] * 64))
+        return builder.bitcast(builder.icmp_unsigned("==", there, all_alike), I64)
+
+    return types.uint64(types.int64, value), codegen
+
+
+@intrinsic
 def load_shared(typingctx: Any, address: Any) -> Any:
     """The int64 at an address that another thread writes to: loaded each time it is asked for, in order with
     atomic additions."""

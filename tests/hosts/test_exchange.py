@@ -239,6 +239,25 @@ def test_owners_against_numpy(data: st.DataObject, count: int, nodes: int) -> No
     np.testing.assert_array_equal(owners.counts([ids]), np.bincount(of[ids], minlength=count))
 
 
+@pytest.mark.parametrize("nodes", [65_536, 65_537, 1_048_576 + 65_600, 3 * 65_536 + 127])
+@pytest.mark.parametrize(("dtype", "count"), [(np.uint8, 3), (np.uint16, 700)])
+def test_owners_of_more_nodes_than_are_counted_together(nodes: int, dtype: type, count: int) -> None:
+    of = np.random.default_rng(nodes).integers(0, count, nodes).astype(dtype)
+    of[-3:] = host = count - 1  # the last ones are beyond the last 64 that are all there
+    owners = Owners("t", of, host, count)
+    own = np.flatnonzero(of == host)
+    assert owners.rows == len(own)
+    np.testing.assert_array_equal(owners.local(own), np.arange(len(own)))
+    np.testing.assert_array_equal(owners.nodes(), own)
+    for none in (nodes, -1, 1 << 62):
+        with pytest.raises(IdError, match=f"has no row of node {none}"):
+            owners.local(np.array([own[0], none]))
+    for all_of in (host, 0):
+        owners = Owners("t", np.full(nodes, all_of, dtype), host, count)
+        ids = np.arange(nodes if all_of == host else 0)
+        np.testing.assert_array_equal(owners.local(ids), ids)
+
+
 # What goes wrong.
 
 
