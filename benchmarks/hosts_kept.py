@@ -101,7 +101,7 @@ def of_ahead(one: Recorded, store: featstore.Store, slots: int) -> tuple[Counts,
     the seconds that it takes to know what is wanted when, and to choose what stays."""
     steps, table = steps_of(one), store.table("features")
     memory = slots * table.row_bytes + HaloScores.bytes_for(table.rows, len(one.halo.ids), slots)
-    ahead = Ahead(table, memory)
+    ahead = Ahead([table], memory)
     disk = ArraySource(store, {"features": np.zeros((table.rows, COLUMNS), np.float32)})
     tier, seconds = ahead.over(disk, memory), 0.0
     asked = np.zeros(len(steps), np.int64)

@@ -1,12 +1,16 @@
 """A buffer of other hosts' rows that knows which mini-batches come: with :mod:`featstore.hosts.next_uses`,
 the row that is wanted farthest away goes (MIN: Belady, IBM Systems Journal 5(2), 1966; looking ahead is after
 Ginex: Park et al., VLDB'22). A row that would be the first to go is not put there at all.
+
+Of several tables each has slots of its own, as its rows have a size of their own; what is known of
+mini-batches to come is of all together, by numbers of rows that go on from table to table.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,17 +39,32 @@ _LOOKING_SHARE = 6  # of the memory, for what is known of mini-batches to come
 
 
 class Ahead:
-    """Rows of ``table`` of other hosts, in ``memory_bytes``. ``uses``: to be told which steps come; what
-    begins is told to :meth:`begin`. Raises BudgetError."""
+    """Rows of ``tables`` of other hosts, in ``memory_bytes``. ``weights``: of the tables, by which memory is
+    divided among them; alike by default. ``uses``: to be told which steps come, by :meth:`add`; what begins
+    is told to :meth:`begin`. Raises BudgetError."""
 
-    def __init__(self, table: Table, memory_bytes: int) -> None:
-        self.table, self._memory_bytes = table.name, memory_bytes
-        least = self.least_bytes([table])
+    def __init__(
+        self, tables: Sequence[Table], memory_bytes: int, weights: Sequence[float] | None = None
+    ) -> None:
+        self.tables, self._memory_bytes = [table.name for table in tables], memory_bytes
+        least = self.least_bytes(tables)
         if memory_bytes < least:
             raise BudgetError(least, memory_bytes, "keep rows of other hosts (halo=)")
         self._looking_bytes = memory_bytes // _LOOKING_SHARE
         self.uses = NextUses(self._looking_bytes)
+        ends = np.cumsum([0, *(table.rows for table in tables)])
+        self._firsts = dict(zip(self.tables, ends.tolist(), strict=False))
+        parts = np.ones(len(tables)) if weights is None or not sum(weights) else np.array(weights, float)
+        more = memory_bytes - self._looking_bytes - sum(map(_least_rows_bytes, tables))
+        self._bytes = {
+            table.name: _least_rows_bytes(table) + int(more * part)
+            for table, part in zip(tables, parts / parts.sum(), strict=True)
+        }
         self._tier: AheadTier | None = None
+
+    def add(self, ids: Mapping[str, NDArray[np.int64]]) -> None:
+        """The rows that the next step wants of other hosts, all of a table different."""
+        self.uses.add(np.concatenate([ids[name] + first for name, first in self._firsts.items()]))
 
     def begin(self, step: int) -> None:
         """The rows that are asked for from now on are of this step."""
@@ -55,15 +74,19 @@ class Ahead:
         return self._memory_bytes
 
     def least_bytes(self, tables: Sequence[Table]) -> int:
-        rows = sum(buffer_bytes(1, t.row_bytes, MIN, USES_MAX) for t in tables if t.name == self.table)
+        rows = sum(_least_rows_bytes(table) for table in tables if table.name in self.tables)
         return max(LEAST_BYTES * _LOOKING_SHARE, -(-rows * _LOOKING_SHARE // (_LOOKING_SHARE - 1)))
 
     def over(self, below: RowSource, memory_bytes: int) -> AheadTier:
-        self._tier = AheadTier(below, self.table, memory_bytes - self._looking_bytes, self.uses)
+        self._tier = AheadTier(below, self.uses, self._bytes, self._firsts)
         return self._tier
 
     def __repr__(self) -> str:
-        return f"Ahead({self.table!r}, {self._memory_bytes:,})"
+        return f"Ahead({self.tables!r}, {self._memory_bytes:,})"
+
+
+def _least_rows_bytes(table: Table) -> int:
+    return buffer_bytes(1, table.row_bytes, MIN, USES_MAX)
 
 
 class SoonRows:
@@ -150,7 +173,7 @@ def shifted(uses: NDArray[np.int32], shift: int) -> NDArray[np.int32]:
 
 
 class _Missed(NamedTuple):
-    """Rows that come from below, some of which may stay."""
+    """Rows of a table that come from below, some of which may stay."""
 
     ids: NDArray[np.int64]
     uses: NDArray[np.int32]
@@ -158,39 +181,53 @@ class _Missed(NamedTuple):
     steps: int  # how far uses had been shifted
 
 
+class _Kept(NamedTuple):
+    """What stays of a table; ``first`` is the number of its row 0 among those of all tables."""
+
+    table: Table
+    first: int
+    rows: SoonRows
+
+
 class AheadTier(OverSource):
-    """See the module's text. Of other tables than ``table`` it holds nothing. It belongs to one process.
-    Raises BudgetError."""
+    """See the module's text. ``memory``: bytes by table. ``firsts``: by table, the number of its row 0 for
+    ``uses``. Of other tables it holds nothing. It belongs to one process. Raises BudgetError."""
 
     name = "ahead"
 
-    def __init__(self, below: RowSource, table: str, memory_bytes: int, uses: NextUses) -> None:
+    def __init__(
+        self, below: RowSource, uses: NextUses, memory: Mapping[str, int], firsts: Mapping[str, int]
+    ) -> None:
         super().__init__(below)
-        self._table, self._uses = below.store.table(table), uses
-        self._rows = SoonRows(self._table, memory_bytes)
+        self._uses = uses
+        self._kept = {
+            name: _Kept(table := below.store.table(name), firsts[name], SoonRows(table, given))
+            for name, given in memory.items()
+        }
         self._lock, self._hits, self._shift = threading.Lock(), 0, 0
 
     def note_uses(self, shift: int, first: FirstUses) -> None:
         """As :data:`featstore.hosts.next_uses.OnBlock`."""
         with self._lock:
             self._shift += shift
-            self._rows.shift(shift, first)
+            for kept in self._kept.values():
+                kept.rows.shift(shift, partial(_first_of, first, kept.first))
 
     @property
     def memory_bytes(self) -> int:
-        return self._rows.memory_bytes
+        return sum(kept.rows.memory_bytes for kept in self._kept.values())
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
     ) -> Request:
         self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
-        missing, places, missed = {}, {}, None
+        missing, places, missed = {}, {}, dict[str, _Missed]()
         for name, wanted in ids.items():
             to = np.arange(len(wanted), dtype=np.int32) if at is None else np.asarray(at[name], np.int32)
             left = np.arange(len(wanted))
-            if name == self._table.name:
-                left, missed = self._serve(wanted, self._address(filled), to)
+            if name in self._kept:
+                left, missed[name] = self._serve(self._kept[name], wanted, filled[name], to)
             if len(left):
                 missing[name], places[name] = wanted[left], to[left]
         if not missing:
@@ -198,39 +235,35 @@ class AheadTier(OverSource):
         below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)
         return chained(below, lambda: self._arrived(missed, filled))
 
-    def _address(self, filled: Mapping[str, Any]) -> int:
-        out, table = filled[self._table.name], self._table
-        return address_of(
-            check_out(out, (rows_of(out), *table.row_shape), dtype_from_name(table.entry.dtype))
-        )
-
     def _serve(
-        self, ids: NDArray[np.int64], target: int, to: NDArray[np.int32]
+        self, kept: _Kept, ids: NDArray[np.int64], out: Any, to: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], _Missed]:
         """Copy what is here out; positions of the others."""
-        steps, uses = self._shift, self._uses.of(ids)
+        target, steps, uses = _address(kept.table, out), self._shift, self._uses.of(ids + kept.first)
         with self._lock:
-            slots = self._rows.find(ids)
+            slots = kept.rows.find(ids)
             here, left = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-            self._rows.copy(slots[here], uses[here], target, to[here])
+            kept.rows.copy(slots[here], uses[here], target, to[here])
             self._hits += len(here)
         return left, _Missed(ids[left], uses[left], to[left], steps)
 
-    def _arrived(self, missed: _Missed | None, filled: Any) -> Any:
+    def _arrived(self, missed: Mapping[str, _Missed], filled: Any) -> Any:
         """Keep some of the rows that have come."""
-        if missed is not None and len(missed.ids):
+        for name, one in missed.items():
+            if not len(one.ids):
+                continue
+            table, _, rows = self._kept[name]
             with self._lock:
-                shift = self._shift - missed.steps
-                uses = shifted(missed.uses, shift)
-                self._rows.late |= bool((missed.uses < shift).any())
-                self._rows.put(missed.ids, uses, self._address(filled), missed.places)
+                shift = self._shift - one.steps
+                rows.late |= bool((one.uses < shift).any())
+                rows.put(one.ids, shifted(one.uses, shift), _address(table, filled[name]), one.places)
         return filled
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        if table != self._table.name:
+        if table not in self._kept:
             return np.zeros(len(ids), bool)
         with self._lock:
-            found: NDArray[np.bool_] = self._rows.find(ids) >= 0
+            found: NDArray[np.bool_] = self._kept[table].rows.find(ids) >= 0
         return found
 
     def hits(self) -> int:
@@ -240,4 +273,15 @@ class AheadTier(OverSource):
         self._closed = True
 
     def __repr__(self) -> str:
-        return f"<AheadTier of {self._table.name!r}, {self.memory_bytes:,} bytes>"
+        return f"<AheadTier of {list(self._kept)}, {self.memory_bytes:,} bytes>"
+
+
+def _first_of(
+    first: FirstUses, number: int, rows: NDArray[np.int64], passed: NDArray[np.bool_]
+) -> NDArray[np.int32]:
+    """As FirstUses, of a table whose row 0 has this number."""
+    return first(rows + number, passed)
+
+
+def _address(table: Table, out: Any) -> int:
+    return address_of(check_out(out, (rows_of(out), *table.row_shape), dtype_from_name(table.entry.dtype)))

@@ -23,7 +23,7 @@ from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.loaders.online.lookahead import Lookahead, check_known_ahead
+from featstore.loaders.online.lookahead import Lookahead, check_known_ahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
@@ -175,7 +175,7 @@ class Making:
                 f"{args.shown(halo)}"
             )
         if isinstance(halo, int | str):
-            check_known_ahead(self.store, None if self._sampled else batches, self._of_types)
+            check_known_ahead(None if self._sampled else batches)
             return parse_bytes(halo, "halo")
         tables = list(self.store.tables.values())
         found = halo.host_bytes(tables)
@@ -298,8 +298,8 @@ class Making:
         if isinstance(halo, int | str):
             assert isinstance(self.store, WholeStore)
             assert self.share is not None
-            size, graph = parse_bytes(halo, "halo"), self.given.get("graph")
-            looking = Lookahead(self.store, self.share, batches, size, graph, nodes)
+            tables = tables_looked_at(self.store, self._sampled, self._of_types, self.given.get("graph"))
+            looking = Lookahead(self.store, self.share, batches, parse_bytes(halo, "halo"), tables, nodes)
             own["halo"], batches = looking.ahead, looking.epoch
         loader = OnlineLoader(
             self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,

@@ -87,8 +87,8 @@ class LoaderOptions(TypedDict, total=False):
             ``"min"``, or ``"auto"``, the default, for that which hits most.
         static: of mode online, for policy ``"static"``: node ids (or a mapping of tables to them) to keep.
         halo: of mode online, for a store that is split by hosts: what keeps rows of other hosts beside the
-            buffer of all rows, in a part of ``memory``. With ``seeds`` of the only type of nodes bytes or a
-            size, for those that are wanted soonest, found by sampling ahead (:mod:`featstore.hosts.ahead`);
+            buffer of all rows, in a part of ``memory``. With ``seeds``, or a list of mini-batches, bytes or
+            a size, for those that are wanted soonest, found by looking ahead (:mod:`featstore.hosts.ahead`);
             or :class:`featstore.Buffer` or :class:`featstore.MassiveGNN`. Nothing by default: the buffer of
             all rows holds what it has room for.
         warm: of mode online: the name of a saved cache (:meth:`Loader.save_cache`) to begin with.

@@ -144,9 +144,9 @@ def least_asked(steps: Steps, slots: int) -> int:
 def test_hardly_more_is_asked_for_than_by_min(source: ArraySource) -> None:
     """And far less than by a buffer of as many slots that does not look ahead."""
     steps = steps_like(np.random.default_rng(2), 80, 200)
-    ahead = Ahead(source.store.table("a"), 900_000)
+    ahead = Ahead([source.store.table("a")], 900_000)
     with closing(ahead.over(source, 900_000)) as tier:
-        slots = tier._rows.slots
+        slots = tier._kept["a"].rows.slots
         assert 150 < slots < 500
         for step, wanted in enumerate(steps):
             look_ahead(ahead.uses, steps, step)
@@ -163,11 +163,42 @@ def test_hardly_more_is_asked_for_than_by_min(source: ArraySource) -> None:
     assert asked < 0.85 * source.asked
 
 
+def test_of_several_tables_each_has_its_share(source: ArraySource) -> None:
+    """Memory is divided by weights; what is asked of each table is hardly more than by MIN in as many slots;
+    and the same numbers of rows of different tables are not taken for one another."""
+    rng, tables = np.random.default_rng(4), [source.store.table(name) for name in ("a", "b")]
+    steps = [
+        {"a": one, "b": rng.choice(70, 30, replace=False, p=np.arange(1, 71) / 2485)}
+        for one in steps_like(rng, 80, 200)
+    ]
+    ahead = Ahead(tables, 900_000, [899, 1])
+    asked = {"a": 0, "b": 0}
+    with closing(ahead.over(source, 900_000)) as tier:
+        slots = {name: kept.rows.slots for name, kept in tier._kept.items()}
+        assert 150 < slots["a"] < 500
+        assert 5 < slots["b"] < 30
+        for step, wanted in enumerate(steps):
+            while ahead.uses.added < step + ahead.uses.wanted_ahead:
+                number, none = ahead.uses.added, np.empty(0, np.int64)
+                ahead.add(steps[number] if number < len(steps) else {"a": none, "b": none})
+            ahead.begin(step)
+            for name in ("a", "b"):
+                before = source.asked
+                got = tier.submit({name: wanted[name]}, out=None).result()[name]
+                asked[name] += source.asked - before
+                np.testing.assert_array_equal(got, source._arrays[name][wanted[name]])
+        assert tier.memory_bytes <= 900_000 * 5 // 6
+        assert tier.holds("b", np.arange(70)).sum() <= slots["b"]
+        check_source(tier, source._arrays, requests=5)
+    for name in ("a", "b"):
+        assert asked[name] < 1.05 * least_asked([one[name] for one in steps], slots[name])
+
+
 @pytest.mark.parametrize("memory", [150_000, 1_500_000])
 def test_every_row_is_the_sources(source: ArraySource, memory: int) -> None:
     """Whatever is said of steps, in time or not."""
     rng = np.random.default_rng(3)
-    ahead = Ahead(source.store.table("a"), memory)
+    ahead = Ahead([source.store.table("a")], memory)
     with closing(ahead.over(source, memory)) as tier:
         for step, wanted in enumerate(steps_like(rng, 70, 300)):
             ahead.uses.add(wanted)
@@ -188,8 +219,8 @@ def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots:
     some = [rng.permutation(common)[: rng.integers(0, 300)] for _ in range(sets)]
     steps = [some[k] for k in rng.integers(0, sets, 60)]
     uses = NextUses(36 * 8 * 300)
-    tier = AheadTier(source, "a", buffer_bytes(slots, 2048, MIN, USES_MAX), uses)
-    assert tier._rows.slots == slots
+    tier = AheadTier(source, uses, {"a": buffer_bytes(slots, 2048, MIN, USES_MAX)}, {"a": 0})
+    assert tier._kept["a"].rows.slots == slots
     with closing(tier):
         for step, wanted in enumerate(steps):
             look_ahead(uses, steps, step)
@@ -200,7 +231,7 @@ def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots:
 
 def test_a_request_that_fails_leaves_nothing_wrong(source: ArraySource) -> None:
     steps = [np.arange(40, dtype=np.int64)] * 40
-    ahead = Ahead(source.store.table("a"), 200_000)
+    ahead = Ahead([source.store.table("a")], 200_000)
     with closing(ahead.over(source, 200_000)) as tier:
         look_ahead(ahead.uses, steps, 0)
         ahead.begin(0)
@@ -217,11 +248,14 @@ def test_a_request_that_fails_leaves_nothing_wrong(source: ArraySource) -> None:
 def test_too_little_memory_says_how_much_is_needed(source: ArraySource) -> None:
     table = source.store.table("a")
     with pytest.raises(BudgetError, match="keep rows of other hosts") as caught:
-        Ahead(table, 1000)
+        Ahead([table], 1000)
     needed = caught.value.needed_bytes
     with pytest.raises(BudgetError):
-        Ahead(table, needed - 1)
-    with closing(Ahead(table, needed).over(source, needed)) as tier:
+        Ahead([table], needed - 1)
+    with pytest.raises(BudgetError) as caught:
+        Ahead([table, source.store.table("b")], needed)
+    assert caught.value.needed_bytes > needed
+    with closing(Ahead([table], needed).over(source, needed)) as tier:
         assert isinstance(tier, AheadTier)
         check_source(tier, source._arrays, requests=3)
 
@@ -231,11 +265,14 @@ def test_a_list_of_mini_batches_is_looked_ahead_at(store: featstore.Store) -> No
     steps = steps_like(np.random.default_rng(2), 6, 60, 30)
     hosts = (np.arange(NODES) % 2).astype(np.uint8)
     split: Any = SimpleNamespace(
-        tables={"a": store.table("a")}, table=store.table, owners={"a": Owners("a", hosts, 0, 2)}
+        tables={"a": store.table("a")},
+        table=store.table,
+        owners={"a": Owners("a", hosts, 0, 2)},
+        node_types=["a"],
     )
     twice = [np.concatenate([step, step[:5]]) for step in steps]
     share = GivenShare(twice)
-    looking = Lookahead(split, share, share.epoch, 4 << 20, None, None)
+    looking = Lookahead(split, share, share.epoch, 4 << 20, [store.table("a")], None)
     others = [{node for node in step.tolist() if node % 2} for step in steps] * 2
     known = 0
     for epoch in range(2):

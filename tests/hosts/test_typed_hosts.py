@@ -44,7 +44,7 @@ def test_mini_batches_are_those_of_the_whole_store(folder: Path, hosts: int) -> 
     else:
         assert all_of(forked_from(folder.parent), be_typed_host, hosts, hosts, str(folder)) == [0] * hosts
     told = [json.loads((folder / f"told{hosts}.{rank}.json").read_text()) for rank in range(hosts)]
-    assert len(told[0]) == (5 if hosts == 2 else 3)
+    assert len(told[0]) == (6 if hosts == 2 else 3)
     for what in told[0]:
         of = [one[what] for one in told]
         assert len({one["steps"] for one in of}) == 1, what

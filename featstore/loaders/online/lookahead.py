@@ -17,50 +17,52 @@ from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError
 from featstore.hosts.ahead import Ahead
+from featstore.hosts.massivegnn import halo_ids_of
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.batches import RankedBatches
-from featstore.sampling.minibatch import split
+from featstore.sampling.minibatch import split, table_of
 from featstore.storage.relations import graph_of
+from featstore.storage.store import Table
 
 if TYPE_CHECKING:
     from featstore.hosts.split_store import WholeStore
 
-_INSTEAD = "give featstore.Buffer(memory=) or featstore.MassiveGNN()"
 
-
-def check_known_ahead(store: WholeStore, batches: Sampler | None, of_types: bool) -> None:
+def check_known_ahead(batches: Sampler | None) -> None:
     """Raise ArgumentError where it is not known what mini-batches will want: those of the store's own
-    sampling (None) are, and a list of them, over one table."""
+    sampling (None) are, and a list of them."""
     if batches is not None and not isinstance(batches, Sequence):
         raise ArgumentError(
             "halo= as a size is for mini-batches that are known beforehand: those that the store samples "
-            f"(seeds=), and a list of them; {_INSTEAD} for others"
+            "(seeds=), and a list of them; give featstore.Buffer(memory=) or featstore.MassiveGNN() for "
+            "others"
         )
-    if of_types or (batches is not None and len(store.tables) > 1):
-        raise ArgumentError(
-            f"halo= as a size looks ahead for one type of nodes, not for several: {_INSTEAD}, which keep "
-            "rows of each"
-        )
+
+
+def tables_looked_at(store: WholeStore, sampled: bool, of_types: bool, graph: str | None) -> list[Table]:
+    """Tables whose rows are wanted by ids of nodes: of all types that the store samples and that have
+    features, of the graph that it samples from, or all, which lists of mini-batches may name."""
+    if of_types:
+        return [store.table(name) for name in store.node_types if name not in store.featureless]
+    return [store.table(graph_of(store, graph).table.name)] if sampled else list(store.tables.values())
 
 
 class Lookahead:
     """Tells ``ahead``, of ``memory_bytes``, what comes. ``share``: this rank's mini-batches, of which
-    ``trained`` are made, with the rows of edges as well, or nothing more. ``graph``: which the store samples
-    from. ``nodes``: finds the node ids of mini-batches that were given."""
+    ``trained`` are made, with the rows of edges as well, or nothing more. ``tables``: those of the nodes that
+    are sampled, or of lists. ``nodes``: finds the node ids of mini-batches that were given."""
 
     def __init__(
         self, store: WholeStore, share: RankedBatches | GivenShare, trained: Sampler, memory_bytes: int,
-        graph: str | None, nodes: Callable[[Any], Any] | None,
+        tables: Sequence[Table], nodes: Callable[[Any], Any] | None,
     ) -> None:  # fmt: skip
-        given = isinstance(share, GivenShare)
-        table = next(iter(store.tables.values())) if given else graph_of(store, graph).table
-        self.ahead = Ahead(store.table(table.name), memory_bytes)
-        self._share, self._trained, self._nodes = share, trained, nodes
-        self._owners = store.owners[table.name]
+        weights = [remote_bytes(store, table) for table in tables] if len(tables) > 1 else None
+        self.ahead = Ahead(tables, memory_bytes, weights)
+        self._store, self._share, self._trained, self._nodes = store, share, trained, nodes
         self._next_epoch = -1  # the one that would follow
         self._begins: dict[int, int] = {}  # the first step of an epoch
-        self._steps: Iterator[NDArray[np.int64]] = iter(())
+        self._steps: Iterator[dict[str, NDArray[np.int64]]] = iter(())
 
     def epoch(self, number: int) -> Iterator[Any]:
         """The mini-batches to train on, each after those ahead of it have been looked at."""
@@ -72,32 +74,48 @@ class Lookahead:
         step = self._begins.get(number, 0)
         for batch in epoch_of(self._trained, number):
             while uses.added < step + uses.wanted_ahead:
-                uses.add(next(self._steps))
+                self.ahead.add(next(self._steps))
             yield batch
             step += 1
         self._next_epoch = number + 1
         self._begins.pop(number - 1, None)
 
-    def _wanted(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+    def _wanted(self, epoch: int) -> Iterator[dict[str, NDArray[np.int64]]]:
         """Nodes of other hosts that each mini-batch wants, from this epoch on."""
         share = copy.copy(self._share)  # which goes from epoch to epoch by itself
+        none = np.empty(0, np.int64)
         while True:
             self._begins[epoch] = self.ahead.uses.added
             for nodes in self._nodes_of(share, epoch):
-                yield nodes[self._owners.own_and_others(nodes)[1]]
+                wanted = {name: nodes.get(name, none) for name in self.ahead.tables}
+                yield {n: ids[self._store.owners[n].own_and_others(ids)[1]] for n, ids in wanted.items()}
             epoch += 1
 
-    def _nodes_of(self, share: RankedBatches | GivenShare, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """Nodes of each mini-batch of an epoch, all different."""
+    def _nodes_of(
+        self, share: RankedBatches | GivenShare, epoch: int
+    ) -> Iterator[dict[str, NDArray[np.int64]]]:
+        """Nodes of each mini-batch of an epoch by table, all different."""
         if isinstance(share, GivenShare):
             for batch in share.epoch(epoch):
-                yield from (np.unique(ids) for ids in split(batch, self._nodes)[0].values())
+                found = split(batch, self._nodes)[0].items()
+                yield {table_of(self._store, name, "a mini-batch has"): np.unique(ids) for name, ids in found}
             return
         share.set_epoch(epoch)
         for index in range(len(share)):
-            yield share[index].node
+            sample: Any = share[index]
+            by_table = sample.node if isinstance(sample.node, dict) else {self.ahead.tables[0]: sample.node}
+            if sample.batch is not None:  # a subgraph for each seed, in which nodes stand again
+                by_table = {name: np.unique(ids) for name, ids in by_table.items()}
+            yield by_table
 
     def begin(self, epoch: int, index: int) -> None:
         """The rows that are asked for from now on are of this mini-batch."""
         if epoch in self._begins:
             self.ahead.begin(self._begins[epoch] + index)
+
+
+def remote_bytes(store: WholeStore, table: Table) -> int:
+    """Of rows that this host may want of others: of a table that graphs lead from, those of its halo."""
+    if any(graph.source_table.name == table.name for graph in store.part.graphs.values()):
+        return len(halo_ids_of(table)) * table.row_bytes
+    return (table.rows - store.owners[table.name].rows) * table.row_bytes
