@@ -351,11 +351,6 @@ class Making:
 
     def _partitions(self, own: dict[str, Any]) -> Mode:
         said = said_otherwise(self.given.said)
-        if said and isinstance(self.store, WholeStore):
-            raise ArgumentError(
-                f"{', '.join(said)}: over hosts mode 'partitions' samples uniformly, without replacement, "
-                "inside the partitions that are in memory: take mode='online'"
-            )
         if self._in_order:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"

@@ -19,7 +19,7 @@ from featstore.loaders.batch import Batch, of_pyg
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.dgl_graphs import is_named
 from featstore.sampling.minibatch import Ids, split
-from featstore.storage.relations import EDGE_FEATURES, graph_of_array
+from featstore.storage.relations import EDGE_FEATURES, edge_tables, graph_of_array
 from featstore.storage.store import OpenStore, StoredGraph
 
 _IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
@@ -89,7 +89,7 @@ class Whole:
     def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
         self.edge_table, self.edges = edge_table, None
         nodes = store.node_types
-        self._edge_tables = [name for name in store.tables if name not in nodes]
+        self._edge_tables = edge_tables(store)
         if edge_table is not None:
             args.known_name(edge_table, store.tables, "edge_table: the store has no table")
             if edge_table in nodes:

@@ -37,19 +37,10 @@ SPLIT_GRAPHS_FEATURE = "split-graphs"
 RELATIONS_FEATURE = "relations"
 EDGE_VALUES_FEATURE = "edge_values"
 KEYS_FEATURE = "keys"
-READER_FEATURES: frozenset[str] = frozenset(
-    {
-        GRAPHS_FEATURE,
-        EDGE_IDS_FEATURE,
-        COMPILED_FEATURE,
-        FAMILY_FEATURE,
-        GATHERED_FEATURE,
-        SPLIT_GRAPHS_FEATURE,
-        RELATIONS_FEATURE,
-        EDGE_VALUES_FEATURE,
-        KEYS_FEATURE,
-    }
-)
+READER_FEATURES = frozenset((
+    GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE, GATHERED_FEATURE,
+    SPLIT_GRAPHS_FEATURE, RELATIONS_FEATURE, EDGE_VALUES_FEATURE, KEYS_FEATURE,
+))  # fmt: skip
 WRITER_FEATURES: frozenset[str] = frozenset()
 
 MANIFEST_BYTES_MAX = 256 * 2**20
@@ -289,6 +280,11 @@ class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     uuid: str | None = None
     host: int | None = None
     split_graphs: dict[str, SplitGraphEntry] = msgspec.field(default_factory=dict)
+
+    @property
+    def copies(self) -> set[str]:
+        """Names that tables of copies of other hosts' rows have in a part: no nodes of its own."""
+        return {f"{n}.{HALO}" for n in self.first_rows if self.host is not None} - self.first_rows.keys()
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -104,11 +104,7 @@ def _check_family(manifest: Manifest, family: FamilyEntry) -> None:
         raise FormatError("a part names the family's topology and its host; topology names neither")
     if not all(_UUID.fullmatch(u) for u in (family.base_uuid, family.uuid) if u is not None):
         raise FormatError(f"the family's uuids are none: {family.base_uuid!r}, {family.uuid!r}")
-    copies = (
-        {f"{name}.{HALO}" for name in family.first_rows} - family.first_rows.keys()
-        if host is not None
-        else set()
-    )
+    copies = family.copies
     if manifest.tables.keys() - copies != family.first_rows.keys():
         raise FormatError("the family's first rows are of other tables than the store has")
     for name in copies & manifest.tables.keys():

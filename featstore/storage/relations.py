@@ -27,6 +27,13 @@ def check_over_one_table(graph: StoredGraph) -> None:
         )
 
 
+def edge_tables(store: OpenStore) -> list[str]:
+    """The tables of edges."""
+    family = store.manifest.family
+    others = {*store.node_types, *(family.copies if family else ())}
+    return [name for name in store.tables if name not in others]
+
+
 def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
     """The store's graph of that name; without one, the only graph of a store with one type of nodes and of
     edges.
@@ -50,9 +57,8 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
         )
     only = next(iter(store.graphs.values()))
     check_over_one_table(only)
-    nodes = store.node_types
-    typed = [t for t in store.tables if t not in nodes and t != EDGE_FEATURES]
-    if len(nodes) > 1 or typed:
+    typed = [name for name in edge_tables(store) if name != EDGE_FEATURES]
+    if len(store.node_types) > 1 or typed:
         raise SourceError(
             f"the store {store.path} has the tables {', '.join(map(repr, store.tables))}, and its "
             f"graph {only.name!r} joins the nodes of {only.table.name!r} alone, which may be one "

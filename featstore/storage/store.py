@@ -313,8 +313,9 @@ class OpenStore:
 
     @property
     def node_types(self) -> list[str]:
-        """The tables of nodes: all but those of edges."""
-        return node_types(self.tables, self.edge_types)
+        """The tables of nodes: all but those of edges, and of a part the copies of other hosts' rows."""
+        copies = self.manifest.family.copies if self.manifest.family else set()
+        return [name for name in node_types(self.tables, self.edge_types) if name not in copies]
 
     @property
     def on_disk(self) -> OpenStore:

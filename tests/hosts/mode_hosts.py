@@ -209,6 +209,15 @@ def more(store: Any, hosts: int, features: Any, told: dict[str, Any]) -> None:
         seen = [check(batch, features) for batch in loader]
         assert len(seen) == length
         told["left out"] = {"seen": seen, "dropped": loader.report().dropped}
+    options = {**options_of("partitions", told["host"], 1), "replace": True, "fanouts": (200,)}
+    with store.loader(**options, disjoint=True, subgraph_type="bidirectional") as loader:
+        told["options"] = {"steps": len(loader)}
+        for batch in loader:
+            check(batch, features)
+            row, col = np.asarray(batch.edge_index)
+            edges = set(zip(row.tolist(), col.tolist(), strict=True))
+            assert edges == {(target, source) for source, target in edges}
+            assert (batch.sample.batch[row] == batch.sample.batch[col]).all()
     with featstore.open_split(f"two{hosts}", memory="16MiB", timeout_seconds=30) as store:
         rows = {name: np.load(f"{name}.npy") for name in ("paper", "author")}
         batches = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from mode_hosts import join
 
 import featstore
-from featstore.errors import ArgumentError
+from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed_store import TypedInMemory
 
@@ -169,9 +170,52 @@ def others(store: Any, whole: Any, source: Source) -> None:
             for data in loader:
                 assert (data["paper"].x.numpy() == source.rows["paper"][data["paper"].n_id]).all()
                 assert (data["paper"].y.numpy() == source.labels[data["paper"].n_id]).all()
-    try:
-        store.loader(**given, mode="partitions")
-    except ArgumentError as error:
-        assert "edge types" in str(error), error
-    else:
-        raise AssertionError("mode partitions was not refused")
+    inside_partitions(store, source, given)
+
+
+def inside_partitions(store: Any, source: Source, given: dict[str, Any]) -> None:
+    """In mode partitions: rows are the source's, of this host alone; every seed of this host's comes; of a
+    seed come all edges of the source from nodes of this host, no other, and each once."""
+    given = {**given, "mode": "partitions", "attach": "paper.y"}
+    own = {name: one.hosts == store.place.host for name, one in store.owners.items()}
+    into = {
+        of: np.bincount(edges[1][own[of[0]][edges[0]] & own[of[2]][edges[1]]], minlength=NODES[of[2]])
+        for of, edges in source.edges.items()
+    }
+    there = {of: Counter(map(tuple, edges.T.tolist())) for of, edges in source.edges.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*have no e_id where rows are on several hosts")
+        loader = store.loader(**{**given, "fanouts": (-1, 3)})
+    with loader:
+        seen: list[int] = []
+        for batch in loader:
+            for name, rows in source.rows.items():
+                assert np.asarray(batch.x[name]).tobytes() == rows[batch.n_id[name]].tobytes()
+            assert (batch.y["paper"] == source.labels[batch.n_id["paper"]]).all()
+            assert all(own[name][ids].all() for name, ids in batch.n_id.items())
+            seeds = batch.n_id["paper"][: batch.batch_size]
+            for of in source.edges:
+                row, col = np.asarray(batch.edge_index[of])
+                sources, targets = batch.n_id[of[0]][row], batch.n_id[of[2]][col]
+                found = Counter(zip(sources.tolist(), targets.tolist(), strict=True))
+                assert found <= there[of]
+                if of[2] == "paper":
+                    degrees = np.bincount(col, minlength=len(batch.n_id["paper"]))[: len(seeds)]
+                    assert (degrees == into[of][seeds]).all(), of
+            seen.extend(seeds.tolist())
+        assert set(seen) == set(SEEDS[own["paper"][SEEDS]].tolist())
+        kept_share = loader.report().kept_share
+        assert 0 < kept_share < 1 if store.place.hosts > 1 else kept_share == 1
+    for more, words in (
+        ({"weight_attr": "weights"}, "weight_attr: over hosts mode 'partitions'"),
+        ({"edge_table": "author__writes__paper"}, "is read by e_id"),
+        ({"seeds": ("paper", SEEDS[~own["paper"][SEEDS]])}, "owns none of the"),
+    ):
+        if store.place.hosts == 1 and "seeds" in more:
+            continue
+        try:
+            store.loader(**given | more)
+        except (ArgumentError, SourceError) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"{more} was not refused")

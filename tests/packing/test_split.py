@@ -35,6 +35,7 @@ from featstore.order.stream import edge_cut
 from featstore.packing import permute
 from featstore.packing.split import assignment, lists, members, plan, whole_lists
 from featstore.storage.disk import Disk
+from featstore.storage.relations import edge_tables
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
 from disks import FailingDisk, Lost
@@ -275,6 +276,8 @@ def test_copies_are_of_what_lists_name_most(tmp_path: Path, store: featstore.Sto
     for host in range(3):
         with featstore.open(tmp_path / "parts" / f"host-{host}") as part:
             assert featstore.verify(part.path).ok
+            assert set(part.node_types) == set(store.node_types)  # copies are no nodes of their own
+            assert set(edge_tables(part)) == set(edge_tables(store))
             ids, uses = halo(indptr, indices, owner == host)
             own = int((owner == host).sum()) * row_bytes
             most = {"1000x": len(ids), "0.3x": int(0.3 * own) // row_bytes, "900": 900 // row_bytes, "0": 0}

@@ -122,6 +122,7 @@ def test_a_typed_store_is_split_whole(made: Path, tmp_path: Path) -> None:
             with featstore.open(out / f"host-{host}") as part:
                 check_part(store, part, host, owner)
                 assert set(part.tables) - set(store.tables) == {"paper.halo", "author.halo"}
+                assert set(part.node_types) == set(store.node_types)
                 for name in ("paper", "author"):
                     nodes = part.arrays[f"{name}.halo_nodes"]
                     assert len(nodes)

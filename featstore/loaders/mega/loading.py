@@ -48,8 +48,8 @@ class Loading:
     def __init__(
         self, store: OpenStore, parts: Parts, *, memory_bytes: int, train: Any, hubs: int | None,
         resident: int | None, replaced: int | None, seed: int, drawn: LargestDrawn | None,
-        node_ids: NDArray[Any] | None = None, drawn_with: DrawnWith | None = None, allocate: bool = True,
-        **reader: Any,
+        node_ids: Mapping[str, NDArray[Any]] | None = None, drawn_with: DrawnWith | None = None,
+        allocate: bool = True, **reader: Any,
     ) -> None:  # fmt: skip
         self.store, self.parts, self.seed, self.memory_bytes = store, parts, seed, memory_bytes
         own = DrawnWith(parts) if drawn_with is None else drawn_with
@@ -58,8 +58,8 @@ class Loading:
         counts = self._hubs.counts(hubs, memory_bytes // _HUB_SHARE_MAX)
         self.rows = {
             name: TableRows(
-                table, self._hubs.rows(name, counts[name]), parts.row_bytes(name) > 0, node_ids,
-                own.place_bytes(name),
+                table, self._hubs.rows(name, counts[name]), parts.row_bytes(name) > 0,
+                (node_ids or {}).get(name), own.place_bytes(name),
             )
             for name, table in parts.tables.items()
         }  # fmt: skip

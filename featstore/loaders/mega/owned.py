@@ -20,52 +20,66 @@ from typing import Any
 
 import numpy as np
 
-from featstore.arguments import as_count, as_fanouts, as_mapping
+from featstore.arguments import as_count, as_mapping
 from featstore.base.training_nodes import checked_train
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.mega.loader import PartitionsLoader
+from featstore.loaders.mega.parts import Parts
 from featstore.loaders.modes import PartitionsMode
 from featstore.loaders.report import LoaderReport
-from featstore.storage.relations import graph_of
+from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.store import StoredGraph
 
+_OF_LISTS = ("replace", "disjoint", "subgraph_type")  # samplers' options that need nothing else
 _MADE = "made"  # in a state: steps of the epoch
 
 
 def owned_partitions(
     store: WholeStore, fanouts: Any, *, train: Any, graph: str | None, ranks: Sequence[int], seed: int,
-    batch_size: int, drop_last: bool, passes: int = 1, **options: Any,
+    batch_size: int, drop_last: bool, said: Mapping[str, Any], passes: int = 1, **options: Any,
 ) -> OwnedPartitionsMode:  # fmt: skip
     """The mode, for these ranks of this host (by their numbers in the run). ``train``: node ids of the whole
-    graph, a mask of all its nodes, or the name of an array. Raises ArgumentError where this host owns none of
-    them, and what :class:`featstore.loaders.mega.loader.PartitionsLoader` raises."""
-    if store.edge_types:
+    graph, a mask of all its nodes, or the name of an array; with types as :class:`TypedSeeds` takes them.
+    ``said``: samplers' options, of those that need nothing but lists. Raises ArgumentError for others, and
+    where this host owns none of the seeds, and what
+    :class:`featstore.loaders.mega.loader.PartitionsLoader` raises."""
+    beyond = [name for name in said if name not in _OF_LISTS]
+    if beyond:
         raise ArgumentError(
-            "mode='partitions' draws from the part of one host, and over hosts not from graphs with edge "
-            "types: take mode online, compiled or rolling"
+            f"{', '.join(beyond)}: over hosts mode 'partitions' draws from what a host has on its "
+            "disk, where no weights and times are: take mode='online'"
         )
-    fanouts, of = as_fanouts(fanouts), graph_of(store, graph)
-    place, owners = store.place, store.owners[of.table.name]
-    nodes = checked_train(store.arrays[train] if isinstance(train, str) else train, len(owners.hosts))
+    parts, place = Parts(store.part, graph), store.place
+    if parts.typed:
+        seeds = TypedSeeds.of(store, train)
+        table, nodes = seeds.node_type, seeds.ids
+    else:
+        table = parts.seed_table(None)
+        whole = store.arrays[train] if isinstance(train, str) else train
+        nodes = checked_train(whole, len(store.owners[table].hosts))
+    owners = store.owners[table]
     own = nodes[owners.mine(nodes)]
     if not len(own):
         raise ArgumentError(
             f"host {place.host} owns none of the {len(nodes):,} seeds: split the store with train=, which "
             "spreads them evenly over the hosts"
         )
-    _check_edges(store, of, options.get("edge_table", ()))
-    digest = hashlib.sha256(nodes.tobytes()).hexdigest()
+    for one in parts.graphs:
+        _check_edges(store, store.graphs[one], options.get("edge_table", ()))
+    digest, local = hashlib.sha256(nodes.tobytes()).hexdigest(), owners.local(own)
     alike = {
-        "mode": "partitions", "seeds": digest, "fanouts": fanouts, "graph": of.name, "seed": seed,
-        "batch_size": batch_size, "drop_last": drop_last, "passes": passes,
+        "mode": "partitions", "seeds": digest, "fanouts": parts.fanouts(fanouts), "graph": [*parts.graphs],
+        "type": table, "seed": seed, "batch_size": batch_size, "drop_last": drop_last, "passes": passes,
+        "said": sorted((name, str(one)) for name, one in said.items()),
     }  # fmt: skip
     # First what may fail here alone, and be tried again: hosts count the loaders that they agree on.
     loader = PartitionsLoader(
-        store.part, fanouts, train=owners.local(own), node_ids=owners.nodes(), graph=of.name, seed=seed,
+        store.part, fanouts, train=(table, local) if parts.typed else local, graph=graph, seed=seed,
+        node_ids={name: store.owners[name].nodes() for name in parts.tables},
         ranks=[rank % place.ranks for rank in ranks], world_size=place.ranks, batch_size=batch_size,
-        drop_last=drop_last, passes=passes, **options,
+        drop_last=drop_last, passes=passes, said=said, **options,
     )  # fmt: skip
     try:
         return OwnedPartitionsMode(loader, store, store.agree(alike), drop_last)
@@ -155,9 +169,10 @@ class OwnedPartitionsMode(PartitionsMode):
     def report(self) -> LoaderReport:
         """Seeds that stand twice, or are left out, are this host's."""
         report, family = super().report(), self._store.part.manifest.family
-        (graph,) = self.loader.sets.parts.graphs.values()
+        graphs, host = self.loader.sets.parts.graphs, self._store.place.host
         assert family is not None
-        remote = family.remote_edges[graph.name][self._store.place.host]
-        stored = report.edges_stored * (graph.edges + remote) // max(1, graph.edges)
+        here = sum(graph.edges for graph in graphs.values())
+        remote = sum(family.remote_edges[name][host] for name in graphs)
+        stored = report.edges_stored * (here + remote) // max(1, here)
         padded, dropped = self._uneven
         return replace(report, padded=padded, dropped=dropped, edges_stored=stored)

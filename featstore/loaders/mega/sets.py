@@ -13,7 +13,7 @@ inside one budget (:mod:`featstore.loaders.mega.sizes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -59,8 +59,8 @@ class PartitionSets(LoaderBase):
         replaced: how many of them are exchanged from step to step; by default all.
         seed: of partitions, and of what is drawn from them.
         drawn: mini-batches that are drawn from these, and whose memory is of this budget, too.
-        node_ids: [rows], by what other ids the nodes are called in mini-batches; ``train`` is of the store's.
-            Not with types.
+        node_ids: by table [rows], by what other ids its nodes are called in mini-batches; ``train`` is of the
+            store's.
         drawn_with: how they are drawn beside fan-outs.
         engine, queue_depth, threads, verify: as for :meth:`featstore.Store.reader`.
 
@@ -71,7 +71,7 @@ class PartitionSets(LoaderBase):
         self, store: OpenStore, *, memory: int | str = MEMORY, train: Any = None, graph: str | None = None,
         hubs: int | None = None, resident: int | None = None, replaced: int | None = None, seed: int = 0,
         drawn: LargestDrawn | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
-        threads: int | None = None, node_ids: NDArray[Any] | None = None,
+        threads: int | None = None, node_ids: Mapping[str, NDArray[Any]] | None = None,
         drawn_with: DrawnWith | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
