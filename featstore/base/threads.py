@@ -4,7 +4,10 @@
 the middle of ``Event.set`` it leaves the event's lock taken for ever, an interrupted ``Thread.join`` (Python
 3.11) takes the thread for ended, and one inside ``Thread.start`` leaves open whether the thread will run.
 What is here uses only steps that are single to the interpreter: ``SimpleQueue.put`` and ``get``,
-``list.pop``, and ``with`` over a lock of the interpreter's own.
+``list.pop``, and those of a lock of the interpreter's own.
+
+``SimpleQueue.get`` with a time-out is not among them. Where it was woken up for something that another thread
+has taken meanwhile, it waits for what is left of its time; where that is over, for ever (Python 3.11).
 
 A forked child has none of its parent's threads: there, nothing waits for one.
 
@@ -32,25 +35,26 @@ from featstore.errors import ClosedError
 
 _PATIENCE_SECONDS = 0.2  # who waits looks this often whether there is anybody to wait for
 _Outcome = tuple[BaseException | None, Any]
-_Step = tuple[Callable[[], Any], "queue.SimpleQueue[_Outcome] | _Promise"]
+_Step = tuple[Callable[[], Any], "Reply | _Promise"]
 
 
 class Wake:
     """Wakes up the one thread that waits, now or when it next waits; what was to be seen is looked at again
-    after each :meth:`wait`."""
+    after each :meth:`wait`. Of several that wait, one."""
 
     def __init__(self) -> None:
-        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._nothing = threading.Lock()  # taken as long as there is nothing to be woken up for
+        self._nothing.acquire()
 
     def set(self) -> None:
-        # One that is there has not been taken yet, so whoever takes it looks later than now.
-        if self._signals.empty():
-            self._signals.put(None)
+        # A lock that nobody has was not taken yet, so whoever takes it looks later than now.
+        if self._nothing.locked():
+            with suppress(RuntimeError):  # another has just done it
+                self._nothing.release()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return after a :meth:`set` since the last wait, or after so many seconds."""
-        with suppress(queue.Empty):
-            self._signals.get(timeout=timeout)
+        self._nothing.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
 
 
 class Permits:
@@ -61,9 +65,11 @@ class Permits:
         self.release(count)
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        """Take one, when there is one; False where there was none within so many seconds."""
+        """Take one, when there is one; with ``timeout=0``, or not ``blocking``, False where there is none
+        now. It has no other time-outs."""
+        assert timeout is None or timeout == 0
         try:
-            self._free.get(blocking and timeout != 0, timeout)
+            self._free.get(blocking and timeout is None)
         except queue.Empty:
             return False
         return True
@@ -143,6 +149,24 @@ class Worker:
         self._thread.join()  # has nothing left to do
 
 
+class Reply:
+    """Where an error, or a result, goes that one thread waits for: ``outcome``, None until then."""
+
+    def __init__(self) -> None:
+        self.outcome: _Outcome | None = None
+        self._there = Wake()
+
+    def put(self, outcome: _Outcome) -> None:
+        self.outcome = outcome
+        self._there.set()
+
+    def wait(self, seconds: float) -> _Outcome | None:
+        """The outcome, waited for so long."""
+        if self.outcome is None:
+            self._there.wait(seconds)
+        return self.outcome
+
+
 class Runner:
     """A thread that takes steps for others, in their order, where no interrupt comes in. It ends with the
     last reference to this."""
@@ -159,15 +183,12 @@ class Runner:
         Raises ClosedError after :meth:`end`, and in a forked child.
         """
         self._check_here()
-        reply: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        reply = Reply()
         self._steps.put((step, reply))
-        while True:
-            try:
-                error, result = reply.get(timeout=_PATIENCE_SECONDS)
-                break
-            except queue.Empty:
-                if self._worker.ended and reply.empty():
-                    raise ClosedError("the thread that takes steps has ended") from None
+        while (outcome := reply.wait(_PATIENCE_SECONDS)) is None:
+            if self._worker.ended and reply.outcome is None:
+                raise ClosedError("the thread that takes steps has ended")
+        error, result = outcome
         if error is not None:
             raise error
         return result
@@ -298,12 +319,10 @@ def closed_later() -> None:
         if _closer is None or _closer.pid != os.getpid():
             _closer = _Closer()
         closer = _closer
-    done: queue.SimpleQueue[None] = queue.SimpleQueue()
-    closer.dropped.put(partial(done.put, None))
-    while not closer.worker.ended:
-        with suppress(queue.Empty):
-            done.get(timeout=_PATIENCE_SECONDS)
-            return
+    done = Reply()
+    closer.dropped.put(partial(done.put, (None, None)))
+    while done.wait(_PATIENCE_SECONDS) is None and not closer.worker.ended:
+        pass
 
 
 @atexit.register

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from featstore.arguments import as_number
-from featstore.base.threads import Worker
+from featstore.base.threads import Reply, Worker
 from featstore.errors import ArgumentError, PeerError, SourceError
 from featstore.hosts.wire import GlooWire
 
@@ -99,7 +98,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     try:
         # gloo tries a host that died while it was meeting the others five times, each for all the patience.
         (up, down), parts = _within(_MEETING_PATIENCE * patience, meet)
-    except (RuntimeError, queue.Empty) as error:
+    except (RuntimeError, TimeoutError) as error:
         first = next(m for m in range(place.hosts) if m != place.machine)
         why = str(error).splitlines()[0][:200] if str(error) else "it was there, and did not answer"
         raise PeerError(
@@ -116,17 +115,20 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
 
 
 def _within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, in a thread, which is left to itself where it takes longer: then queue.Empty."""
-    answers = queue.SimpleQueue[tuple[Any, BaseException | None]]()
+    """What ``make`` gives, in a thread, which is left to itself where it takes longer: then TimeoutError."""
+    reply = Reply()
 
     def answer() -> None:
         try:
-            answers.put((make(), None))
+            reply.put((None, make()))
         except BaseException as error:
-            answers.put((None, error))
+            reply.put((error, None))
 
     Worker(answer, "featstore-hosts-meeting").start()
-    made, error = answers.get(timeout=seconds)
+    outcome = reply.wait(seconds)
+    if outcome is None:
+        raise TimeoutError
+    error, made = outcome
     if error is not None:
         raise error
     return made

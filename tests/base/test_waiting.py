@@ -60,6 +60,31 @@ def test_no_wake_is_lost() -> None:
     assert not waiter.is_alive()
 
 
+def test_none_of_several_that_wait_does_for_longer_than_it_said() -> None:
+    """What one was woken up for another may have taken, and its time be over when it is heard."""
+    wake, last, over = Wake(), dict[int, float](), threading.Event()
+
+    def wait(number: int) -> None:
+        while not over.is_set():
+            last[number] = time.monotonic()
+            wake.wait(0.0005)
+
+    def keep_setting() -> None:
+        while not over.is_set():
+            wake.set()
+
+    threads = [threading.Thread(target=wait, args=(number,), daemon=True) for number in range(16)]
+    threads.append(threading.Thread(target=keep_setting, daemon=True))
+    for one in threads:
+        one.start()
+    time.sleep(2)
+    over.set()  # and from now on nobody wakes anybody up
+    for one in threads:
+        one.join(LIMIT_SECONDS)
+    assert not any(one.is_alive() for one in threads)
+    assert len(last) == 16
+
+
 def test_a_wake_from_before_the_wait_counts_once() -> None:
     wake = Wake()
     wake.set()
@@ -285,7 +310,7 @@ if pool:
     whole = done.wait(5)
 elif kind == "semaphore":
     lock.release()  # one that was taken when the interrupt came is given back by nobody
-    whole = lock.acquire(timeout=1)
+    whole = lock.acquire(timeout=0)
 else:  # another thread gets it
     got = []
     other = threading.Thread(target=lambda: got.append(lock.acquire(timeout=1)))
