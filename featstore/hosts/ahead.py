@@ -23,7 +23,7 @@ from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import BudgetError
-from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, FirstUses, NextUses
+from featstore.hosts.next_uses import LEAST_BYTES, ROWS_AT_ONCE, USES_MAX, FirstUses, NextUses
 from featstore.storage.store import Table
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
@@ -34,7 +34,6 @@ from featstore.tiers.slots.rows import buffer_bytes, slots_for
 from featstore.tiers.slots.slots import acquire, complete, load_kernels, release
 from featstore.tiers.static_tier import new_rows
 
-_AT_ONCE = 1 << 16  # slots that are looked at
 _LOOKING_SHARE = 6  # of the memory, for what is known of mini-batches to come
 
 
@@ -156,8 +155,8 @@ class SoonRows:
     def shift(self, shift: int, first: FirstUses) -> None:
         """As :data:`featstore.hosts.next_uses.OnBlock`."""
         slots = self._map.slots
-        for low in range(0, len(slots), _AT_ONCE):
-            some = slots[low : low + _AT_ONCE]
+        for low in range(0, len(slots), ROWS_AT_ONCE):
+            some = slots[low : low + ROWS_AT_ONCE]
             passed = (some["stamp"] < shift) | self.late
             some["stamp"] = shifted(some["stamp"], shift)
             unknown = np.flatnonzero((some["stamp"] == NEVER) & (some["row"] >= 0))

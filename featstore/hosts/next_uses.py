@@ -25,6 +25,10 @@ STEPS_MAX = 64  # of a block
 _STEPS_MIN = 8  # of a block: what of a mini-batch is too much for this is not looked at
 _STEP_BITS = 16
 _STEP_MASK = (1 << _STEP_BITS) - 1
+_PLACE_BITS = 16
+_PLACE_MASK = (1 << _PLACE_BITS) - 1
+ROWS_AT_ONCE = 1 << _PLACE_BITS  # of which it is said when they are wanted first
+_STRIDE = 8  # keys that are passed by together
 _BUFFERS = 3  # of keys: the next block's, that after it, and what is begun before its turn
 _ENTRY_BYTES = 8 * _BUFFERS + 8 + 4
 #: It takes so much memory at least.
@@ -32,8 +36,9 @@ LEAST_BYTES = _STEPS_MIN * _ENTRY_BYTES
 _FILLED = 0.9  # of the memory, by the first block, so that later ones may be a little larger
 #: Uses are below this.
 USES_MAX = 2 * STEPS_MAX
-#: Says of rows (int64 [n]) when each is wanted first, int32 [n]. It is given which of them (bool [n]) may be
-#: wanted by the block that begins: whose use was not known when the block before began, or has passed.
+#: Says of up to ROWS_AT_ONCE rows (int64 [n]) when each is wanted first, int32 [n]. It is given which
+#: of them (bool [n]) may be wanted by the block that begins: whose use was not known when that before began,
+#: or has passed.
 FirstUses = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int32]]
 #: Takes by how much uses have less to count from now on.
 OnBlock = Callable[[int, FirstUses], None]
@@ -86,20 +91,31 @@ def find_uses(
 
 
 @njit(cache=True, nogil=True)
-def first_uses(rows: NDArray[np.int64], keys: NDArray[np.int64], later: int, out: NDArray[np.int32]) -> None:
+def first_uses(
+    sorted_rows: NDArray[np.uint64], wanted: NDArray[np.bool_], keys: NDArray[np.int64], later: int,
+    out: NDArray[np.int32],
+) -> None:  # fmt: skip
     """In which step of a block, given its keys, each row is wanted first, ``later`` steps later; where it is
-    in none, ``out`` stays what it is."""
-    if keys.shape[0] == 0:
-        return
-    for i in range(rows.shape[0]):
-        wanted, low, left = rows[i] << _STEP_BITS, 0, keys.shape[0]
-        while left > 1:  # no branch depends on what is found
-            half = left >> 1
-            low += half * np.int64(keys[low + half - 1] < wanted)
-            left -= half
-        low = min(low + np.int64(keys[low] < wanted), keys.shape[0] - 1)
-        if keys[low] >> _STEP_BITS == rows[i]:
-            out[i] = later + (keys[low] & _STEP_MASK)
+    in none, or not ``wanted`` (bool [rows]), ``out`` [rows] stays what it is. ``sorted_rows``: ascending,
+    rows with their places in these two, as :func:`with_places` has them."""
+    j, end = 0, keys.shape[0]
+    for i in range(sorted_rows.shape[0]):
+        row, place = np.int64(sorted_rows[i] >> _PLACE_BITS), np.int64(sorted_rows[i] & _PLACE_MASK)
+        least = row << _STEP_BITS
+        while j + _STRIDE <= end and keys[j + _STRIDE - 1] < least:
+            j += _STRIDE
+        while j < end and keys[j] < least:
+            j += 1
+        if j < end and keys[j] >> _STEP_BITS == row and wanted[place]:
+            out[place] = later + (keys[j] & _STEP_MASK)
+
+
+def with_places(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Up to :data:`ROWS_AT_ONCE` rows, ascending, each with its place: the lowest bits."""
+    keys = (rows << _PLACE_BITS).view(np.uint64)
+    keys |= np.arange(len(rows), dtype=np.uint64)
+    spare, bits = np.empty_like(keys), int(rows.max(initial=0)).bit_length()
+    return spare if radix_sort(keys, spare, _PLACE_BITS, _PLACE_BITS + bits) else keys
 
 
 class NextUses:
@@ -116,7 +132,7 @@ class NextUses:
         self.restart()
         lay_out(self._keys[0][:0], self._keys[0][:0], 1, self._offsets, self._ids, self._uses)
         find_uses(self._ids[:0], self._ids[:0], self._uses[:0], self._uses[:0])
-        first_uses(self._ids[:0], self._keys[0][:0], 0, self._uses[:0])
+        first_uses(with_places(self._ids[:0]), np.empty(0, bool), self._keys[0][:0], 0, self._uses[:0])
         radix_sort(self._keys[0][:0].view(np.uint64), self._keys[1][:0].view(np.uint64), 0, 0)
 
     def restart(self) -> None:
@@ -200,12 +216,9 @@ class NextUses:
         self, rows: NDArray[np.int64], passed: NDArray[np.bool_], present: NDArray[np.int64],
         following: NDArray[np.int64],
     ) -> NDArray[np.int32]:  # fmt: skip
-        found = np.full(len(rows), NEVER, np.int32)
-        first_uses(rows, following, self._steps, found)
-        again = np.flatnonzero(passed)
-        sooner = found[again]
-        first_uses(rows[again], present, 0, sooner)
-        found[again] = sooner
+        found, by_row = np.full(len(rows), NEVER, np.int32), with_places(rows)
+        first_uses(by_row, np.ones(len(rows), bool), following, self._steps, found)
+        first_uses(by_row, passed, present, 0, found)
         return found
 
     def of(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -49,7 +49,7 @@ def by_owner(ids: NDArray[np.int64], hosts: Any, ends: NDArray[np.int64], order:
     or the position of an id that is no node.
     """
     ends[:] = 0
-    item, start = hosts.itemsize, hosts.ctypes.data
+    item, start = hosts.itemsize, np.int64(hosts.ctypes.data)
     for i in range(ids.shape[0]):
         if i + _AHEAD < ids.shape[0]:
             prefetch(start + ids[i + _AHEAD] * item)
@@ -73,7 +73,7 @@ def own_or_not(
     ids: NDArray[np.int64], hosts: Any, host: int, ends: NDArray[np.int64], order: NDArray[np.int32]
 ) -> int:
     """As :func:`by_owner` for two kinds of ids, those of ``host`` and all others."""
-    low, high, item, start = 0, ids.shape[0], hosts.itemsize, hosts.ctypes.data
+    low, high, item, start = 0, ids.shape[0], hosts.itemsize, np.int64(hosts.ctypes.data)
     for i in range(ids.shape[0]):
         if i + _AHEAD < ids.shape[0]:
             prefetch(start + ids[i + _AHEAD] * item)
@@ -97,8 +97,8 @@ def ranks_of(
 ) -> int:  # fmt: skip
     """Which of the nodes of ``host`` (of the dtype of ``hosts``) each id is, in ascending order of ids.
     Returns -1, or the position of one that is none of them."""
-    nodes, item, start = hosts.shape[0], hosts.itemsize, hosts.ctypes.data
-    counts = near.ctypes.data
+    nodes, item, start = hosts.shape[0], hosts.itemsize, np.int64(hosts.ctypes.data)
+    counts = np.int64(near.ctypes.data)
     for i in range(ids.shape[0]):
         if i + _AHEAD < ids.shape[0]:
             prefetch(start + ids[i + _AHEAD] * item)
