@@ -77,6 +77,8 @@ class Ahead:
         return max(LEAST_BYTES * _LOOKING_SHARE, -(-rows * _LOOKING_SHARE // (_LOOKING_SHARE - 1)))
 
     def over(self, below: RowSource, memory_bytes: int) -> AheadTier:
+        if memory_bytes < self._memory_bytes:  # by which all has been divided
+            raise BudgetError(self._memory_bytes, memory_bytes, "keep rows of other hosts (halo=)")
         self._tier = AheadTier(below, self.uses, self._bytes, self._firsts)
         return self._tier
 

@@ -257,6 +257,8 @@ def test_too_little_memory_says_how_much_is_needed(source: ArraySource) -> None:
     assert caught.value.needed_bytes > needed
     with closing(Ahead([table], needed).over(source, needed)) as tier:
         assert isinstance(tier, AheadTier)
+        with pytest.raises(BudgetError, match="keep rows of other hosts"):
+            Ahead([table], needed).over(source, needed - 1)
         check_source(tier, source._arrays, requests=3)
 
 

@@ -57,7 +57,7 @@ class Lookahead:
         self, store: WholeStore, share: RankedBatches | GivenShare, trained: Sampler, memory_bytes: int,
         tables: Sequence[Table], nodes: Callable[[Any], Any] | None,
     ) -> None:  # fmt: skip
-        weights = [remote_bytes(store, table) for table in tables] if len(tables) > 1 else None
+        weights = [_remote_bytes(store, table) for table in tables] if len(tables) > 1 else None
         self.ahead = Ahead(tables, memory_bytes, weights)
         self._store, self._share, self._trained, self._nodes = store, share, trained, nodes
         self._next_epoch = -1  # the one that would follow
@@ -114,7 +114,7 @@ class Lookahead:
             self.ahead.begin(self._begins[epoch] + index)
 
 
-def remote_bytes(store: WholeStore, table: Table) -> int:
+def _remote_bytes(store: WholeStore, table: Table) -> int:
     """Of rows that this host may want of others: of a table that graphs lead from, those of its halo."""
     if any(graph.source_table.name == table.name for graph in store.part.graphs.values()):
         return len(halo_ids_of(table)) * table.row_bytes
