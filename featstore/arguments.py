@@ -195,13 +195,14 @@ def need_torch(why: str) -> Any:
 
 
 def as_device(value: Any, name: str) -> Any:
-    """A device of this machine that holds tensors, as torch takes it."""
+    """A device of this machine that holds tensors, as torch takes it. One without a number is the current one
+    of the calling thread, which other threads need not have."""
     torch = need_torch(f"{name}=")
     try:
         if value is not None and not isinstance(value, bool):
             found = torch.empty(0, device=value).device
             if found.type != "meta":
-                return value
+                return found
         why = "it holds no rows"
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]

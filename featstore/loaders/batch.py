@@ -12,7 +12,7 @@ from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
 from featstore.sampling.minibatch import OF_LINKS
 
-_OWN = ("index", "n_id", "x", "sample")
+_OWN = ("index", "n_id", "x", "sample", "_edges")
 
 
 class Batch:
@@ -38,6 +38,7 @@ class Batch:
 
     def __init__(self, index: int, n_id: Any, x: Any, sample: Any = None) -> None:
         self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
+        self._edges: Any = None
 
     # What PyG calls so, of samplers that call it otherwise.
 
@@ -57,7 +58,7 @@ class Batch:
     def edge_index(self) -> Any:
         """int64 [2, k]: ``row`` and ``col``; a tensor where they are tensors, or where ``x`` is one. By edge
         type where there are several."""
-        found = self._of_sample("edge_index")
+        found = self._of_sample("edge_index") if self._edges is None else self._edges
         if found is not None:
             return found
         row, col = self._of_sample("row", need=True), self._of_sample("col", need=True)
@@ -68,8 +69,13 @@ class Batch:
     def _stacked(self, row: Any, col: Any) -> Any:
         both, torch = np.stack([row, col]), sys.modules.get("torch")
         if torch is not None and isinstance(_first(self.x), torch.Tensor):
-            return torch.from_numpy(both).to(_first(self.x).device)
+            return torch.from_numpy(both).to(_first(self.x).device, non_blocking=True)
         return both
+
+    def bring_edges(self) -> None:
+        """Have ``edge_index`` where ``x`` is, now."""
+        if self._of_sample("row") is not None:
+            self._edges = self.edge_index
 
     @property
     def batch_size(self) -> int:
@@ -124,16 +130,24 @@ class Batch:
     def pyg(self) -> Any:
         """PyG's object: the sampler's own where it is one, with the rows as ``x``; else a ``Data`` with x,
         n_id, edge_index, batch_size, num_sampled_nodes, num_sampled_edges, e_id where edges have numbers, and
-        edge_weight where they have weights; a ``HeteroData`` where there are edge types. Raises ImportError
+        edge_weight where they have weights; a ``HeteroData`` where there are edge types; all of it on the
+        device of the rows. Raises ImportError
         without PyG; SourceError for several types of nodes without types of edges.
         """
         import torch
-        from torch_geometric.data import Data
 
         if of_pyg(self.sample):
             return self.sample
-        if isinstance(self.n_id, Mapping):
-            return self._hetero()
+        made = self._hetero() if isinstance(self.n_id, Mapping) else self._homogeneous()
+        like = _first(self.x)
+        on_host = not isinstance(like, torch.Tensor) or like.device.type == "cpu"
+        return made if on_host else made.to(like.device, non_blocking=True)
+
+    def _homogeneous(self) -> Any:
+        """The mini-batch as a ``Data``, with PyG's names."""
+        import torch
+        from torch_geometric.data import Data
+
         data = Data(
             x=torch.as_tensor(self.x), edge_index=torch.as_tensor(self.edge_index),
             n_id=torch.as_tensor(self.n_id), batch_size=self.batch_size,
@@ -211,6 +225,8 @@ def filled(batch: Batch, x: dict[str, Any], device: Any) -> Any:
         if device is not None:
             batch.sample = dgl_graphs.on_device(batch.sample, device)
         batch.n_id = batch.sample["input_nodes"]
+    elif device is not None:
+        batch.bring_edges()
     return batch
 
 

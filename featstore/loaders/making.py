@@ -382,8 +382,7 @@ class Making:
         check_pack_name(name)
         parse_disk(own.get("disk"), self.store)
         args.as_choice(own.get("residency", "min"), "residency", ("min", "fixed"))
-        if device is not None:
-            args.as_device(device, "device")
+        device = None if device is None else args.as_device(device, "device")
         if own.get("device_memory") is not None and device is None:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
         if isinstance(self.store, WholeStore):  # in the part of this host, whichever number it has in the run

@@ -14,15 +14,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from featstore.base.process import OneProcess
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ClosedError, SourceError
+from featstore.loaders.batch import Batch, of_pyg
 
 if TYPE_CHECKING:
+    from featstore.base.transfers import Transfer
     from featstore.engine.request import Request
 
 _END = object()
@@ -111,6 +113,7 @@ class PrefetchingLoader(LoaderBase):
         self.report_stages = stages
         self._lock = threading.RLock()
         self._prefetch: Prefetch | None = None  # the iteration under way
+        self._transfer: Transfer | None = None  # to a device, where mini-batches go to one
         self._next = 0  # mini-batches handed out in it
 
     @abstractmethod
@@ -127,6 +130,7 @@ class PrefetchingLoader(LoaderBase):
 
     def __iter__(self) -> Iterator[Any]:
         prefetch = self._begin_prefetch()
+        prefetch.transfer = self._transfer
         try:
             prefetch.start()  # in here, so that an interrupt finds the threads with someone who ends them
             last = time.perf_counter()
@@ -172,11 +176,12 @@ class Prefetch(ABC):
         self, check_process: Callable[[], None], stages: Stages, room: int, held: int, name: str
     ) -> None:
         self._check_process, self._stages, self._pid = check_process, stages, os.getpid()
-        self._ready: queue.SimpleQueue[tuple[Any, int, BaseException | None]] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[Any, int, BaseException | None, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free, self._held = room - held, held
         self._changed = Wake()  # there is room, reads have ended, or the prefetch was stopped
         self._stop = ""  # why the prefetch was stopped
+        self.transfer: Transfer | None = None  # what its thread has a device do goes on beside the loop's
         self._worker = Worker(self._run, name)
 
     # The loop's side.
@@ -189,12 +194,14 @@ class Prefetch(ABC):
     def __iter__(self) -> Iterator[Any]:
         while True:
             self.check()
-            batch, units, error = self._ready.get()
+            batch, units, error, mark = self._ready.get()
             self.check()
             if error is not None:
                 raise error
             if batch is _END:
                 return
+            if self.transfer is not None:
+                self.transfer.hand(mark, on_devices(batch))
             with self._lock:
                 self._free += self._held  # of the mini-batch before, which the loop drops now
                 self._held = units
@@ -223,7 +230,7 @@ class Prefetch(ABC):
                 interrupted = error
         while not self._ready.empty():
             self._ready.get()
-        self._ready.put((None, 0, ClosedError(self._stop)))
+        self._ready.put((None, 0, ClosedError(self._stop), None))
         if interrupted is not None:
             raise interrupted
 
@@ -239,13 +246,15 @@ class Prefetch(ABC):
 
     def _run(self) -> None:
         try:
-            self._go()
-            self._ready.put((_END, 0, None))
+            with nullcontext() if self.transfer is None else self.transfer.within():
+                self._go()
+            self._ready.put((_END, 0, None, None))
         except BaseException as error:
-            self._ready.put((None, 0, error))
+            self._ready.put((None, 0, error, None))
 
     def _hand_over(self, batch: Any, units: int = 1) -> None:
-        self._ready.put((batch, units, None))
+        mark = None if self.transfer is None else self.transfer.mark()
+        self._ready.put((batch, units, None, mark))
 
     def _try_room(self, units: int = 1) -> bool:
         """Take room for a mini-batch if there is any."""
@@ -267,6 +276,22 @@ class Prefetch(ABC):
                 return False
             self._changed.wait()
         return False
+
+
+def on_devices(made: Any) -> Iterator[Any]:
+    """Tensors and graphs on accelerators, of a mini-batch or what else holds some."""
+    if hasattr(made, "record_stream") and hasattr(made, "device"):  # of torch, or a graph of DGL's
+        if made.device.type != "cpu":
+            yield made
+    elif isinstance(made, Mapping):
+        yield from on_devices(list(made.values()))
+    elif isinstance(made, list | tuple):
+        for one in made:
+            yield from on_devices(one)
+    elif isinstance(made, Batch):
+        yield from on_devices(list(vars(made).values()))
+    elif of_pyg(made):
+        yield from on_devices([store.to_dict() for store in made.stores])
 
 
 class Stages:

@@ -23,6 +23,7 @@ from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, is_tensor
 from featstore.base.threads import Permits, Wake, Worker
+from featstore.base.transfers import Done, Transfer
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.storage.store import Table
@@ -51,8 +52,7 @@ class Device:
         self.devices = list(device) if isinstance(device, list | tuple) else [device]
         if not self.devices:
             raise ArgumentError("device must be a device, or a list of at least one, not an empty list")
-        for one in self.devices:
-            as_device(one, "device")
+        self.devices = [as_device(one, "device") for one in self.devices]
         self.device_bytes = parse_bytes(memory, "memory")
         self.policy = as_choice(policy, "policy", BUFFER_POLICIES)
 
@@ -135,8 +135,10 @@ class _Below:
 class _Job:
     """A piece of a request: rows that are on the devices at once."""
 
-    def __init__(self, request: Request, table: str, ids: NDArray[np.int64], places: Any) -> None:
-        self.request, self.table, self.ids, self.places = request, table, ids, places
+    def __init__(
+        self, request: Request, table: str, ids: NDArray[np.int64], places: Any, asked: Done | None
+    ) -> None:
+        self.request, self.table, self.ids, self.places, self.asked = request, table, ids, places, asked
         self.ticket: DeviceTicket | None = None
         self.error: BaseException | None = None
         self.cancelled = False
@@ -166,17 +168,19 @@ class DeviceTier(OverSource):
     ) -> None:
         super().__init__(below)
         self.device = torch.device(devices[0])
-        self._levels = {
-            name: DeviceBuffer(_Below(below, name), devices, slots=count, policy=policy)
-            for name, count in slots.items()
-        }
+        self._transfer = Transfer(self.device)
+        with self._transfer.within():  # where they are used
+            self._levels = {
+                name: DeviceBuffer(_Below(below, name), devices, slots=count, policy=policy)
+                for name, count in slots.items()
+            }
         self._step: dict[str, int] = {}
         self._landing = 0
         for name, count in slots.items():
             table = below.store.table(name)
             self._step[name] = max(1, min(count, _landing_bytes(table) // max(1, table.row_bytes)))
             self._landing = max(self._landing, self._step[name] * table.row_bytes)
-        self._staging = empty_rows(self._landing, 1)
+        self._staging = self._transfer.memory(self._landing)
         self._todo: deque[tuple[_Job, Any]] = deque()
         self._under_way = Permits(_WAITING)
         self._wake = Wake()
@@ -192,15 +196,15 @@ class DeviceTier(OverSource):
     ) -> Request:
         self.check_open()
         filled = self._new_rows(ids) if out is None else dict(out)
+        asked = self._transfer.mark()  # what the caller has asked of the device may use out's memory
         request, limit = Request(lambda: filled), self._under_way
         jobs = []
         for name, wanted in ids.items():
             step, target = self._step[name], self._target(filled[name], name)
             for low in range(0, len(wanted), step):
                 part = slice(low, min(low + step, len(wanted)))
-                jobs.append(
-                    (_Job(request, name, wanted[part], part if at is None else at[name][part]), target)
-                )
+                places = part if at is None else at[name][part]
+                jobs.append((_Job(request, name, wanted[part], places, asked), target))
         limit.acquire()
         request.add_done_callback(lambda _: limit.release())
         request.begin()
@@ -241,6 +245,10 @@ class DeviceTier(OverSource):
     # The thread of the devices.
 
     def _run(self) -> None:
+        with self._transfer.within():
+            self._serve()
+
+    def _serve(self) -> None:
         begun: deque[tuple[_Job, Any]] = deque()
         while not (self._closed and not self._todo and not begun):
             if self._todo and len(begun) < _DEPTH and self._begin(self._todo[0][0]):
@@ -281,12 +289,14 @@ class DeviceTier(OverSource):
         if job.cancelled:
             raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
         rows = level.gather(ticket, self._staging).to(target.device)
+        self._transfer.hand(job.asked)
         if isinstance(job.places, slice):
             target[job.places] = rows
         else:
             target[torch.from_numpy(np.asarray(job.places, np.int64)).to(target.device)] = rows
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        done = self._transfer.mark()
+        if done is not None:
+            done.synchronize()  # it is there, whatever stream it is used in
 
     def _refuse(self) -> None:
         """Requests that came while this was closed."""

@@ -4,6 +4,7 @@ must not be used for other rows before, and what is held for copies is bounded."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ class LateCopies(Copies):
     def pinned(self, byte_count: int) -> NDArray[np.uint8]:
         self.pinned_bytes += byte_count
         return aligned_buffer(byte_count)
+
+    def within(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def copy(self, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
         made = [torch.empty_like(one) for one in tensors]

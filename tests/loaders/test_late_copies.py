@@ -3,6 +3,8 @@ copies as late as it may, every row is still the source's, in every mode."""
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,23 @@ class Late(transfers.Copies):
     """Its copies are made when they are waited for."""
 
     def __init__(self) -> None:
-        self.copied = 0
+        self.copied = self.waited = 0
 
     def pinned(self, byte_count: int) -> Any:
         return aligned_buffer(byte_count)
+
+    def within(self) -> Any:
+        return nullcontext()
+
+    def now(self) -> Any:
+        return threading.current_thread()
+
+    def after(self, done: Any) -> None:
+        assert done is not threading.current_thread(), "the loop's stream waits for that of the loader"
+        self.waited += 1
+
+    def keep(self, made: Any) -> None:
+        assert not list(made), "of tensors in host memory"
 
     def copy(self, tensors: Any) -> Any:
         made = [torch.full_like(one, -1) for one in tensors]
@@ -54,6 +69,7 @@ def test_rows_are_there_before_their_memory_is_used_again(
         how |= {"resident": 4} if mode == "partitions" else {}
         with store.loader(mode=mode, device="cpu", **how) as loader:
             batches = [batch for _ in range(2) for batch in loader]
+        assert late.waited == len(batches)
         assert late.copied == len(batches) >= 2 * len(TRAIN) // 50
         for batch in batches:
             np.testing.assert_array_equal(np.asarray(batch.x), FEATURES[batch.n_id])

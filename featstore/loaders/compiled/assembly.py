@@ -69,7 +69,8 @@ class Assembly:
         # a mini-batch's rows begin aligned, where several lie in one piece of memory
         self._step = [math.lcm(ALIGNMENT, row_bytes) // row_bytes for row_bytes in sources.row_bytes]
         self._device_rows = None if device is None else _DeviceRows(sources, device)
-        memory = aligned_buffer if self._device_rows is None else self._device_rows.transfer.memory
+        self.transfer = None if self._device_rows is None else self._device_rows.transfer
+        memory = aligned_buffer if self.transfer is None else self.transfer.memory
         self._outputs = [
             Outputs(group * self._stepped(n, table.batch_rows_max, group) * row_bytes, depth // group, memory)
             for n, ((_, table), row_bytes) in enumerate(zip(sources.tables, sources.row_bytes, strict=True))
@@ -148,22 +149,23 @@ class Assembly:
 
     def close(self) -> None:
         """Wait for copies to a device that are under way."""
-        if self._device_rows is not None:
-            self._device_rows.transfer.close()
+        if self.transfer is not None:
+            self.transfer.close()
 
 
 class _DeviceRows:
     """Rows that are on the accelerator for good, and what brings the others beside them."""
 
     def __init__(self, sources: CompiledSources, device: Any) -> None:
-        from featstore.base.tensors import as_tensor, to_device
+        from featstore.base.tensors import as_tensor
         from featstore.base.transfers import Transfer
 
         self.transfer = Transfer(device)
         self._rows = {}
         for (name, table), limits in zip(sources.tables, sources.limits, strict=True):
             rows = sources.pack.read_runs({table.device: [(0, limits.device_slots)]})[table.device]
-            self._rows[name] = to_device(as_tensor(rows), device)
+            with self.transfer.within():  # where they are read
+                self._rows[name] = as_tensor(rows).to(device)
 
     def complete(self, x: dict[str, Any], records: list[TableRecord]) -> dict[str, Any]:
         """All rows of a mini-batch, on the device."""

@@ -85,6 +85,7 @@ class CompiledLoader(PrefetchingLoader):
             )
         own = {"memory": memory, "order": order, "device": device, "tensors": tensors, "buffer": buffer}
         check_loader_options(CompiledLoader, own | reader)
+        device = None if device is None else args.as_device(device, "device")
         self.compiled = compiled
         self._memory_bytes = compiled.memory_bytes if memory is None else parse_bytes(memory, "memory")
         self._order = self._checked_order(order)
@@ -109,6 +110,7 @@ class CompiledLoader(PrefetchingLoader):
             sources = CompiledSources(compiled, self._pack, self._buffer or self._base)
             self._slots = ResidentSlots(sources, read_together(self.depth))
             self._assembly = Assembly(sources, self._slots, self.report_stages, self.depth, device, tensors)
+            self._transfer = self._assembly.transfer
             self._pending = ""  # what must be done before the next round: "begin", "restart", or nothing
             self._slots.load()
         except BaseException:

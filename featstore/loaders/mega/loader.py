@@ -136,8 +136,8 @@ class PartitionsLoader(PrefetchingLoader):
         self._others = parts.empty_rows()
         self._on_devices = None if keeps is None else self._keep(keeps)
         nodes, _ = self.drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
-        self._transfer, memory = None, aligned_buffer
-        if self._device is not None and keeps is None:
+        memory = aligned_buffer
+        if self._device is not None:
             from featstore.base.transfers import Transfer
 
             self._transfer = Transfer(self._device)
@@ -256,20 +256,21 @@ class PartitionsLoader(PrefetchingLoader):
         rows |= self._others | ({} if self._edges is None else self._edges.of(sample))
         gathered = time.perf_counter()
         if self._tensors:
-            from featstore.base.tensors import as_tensor, to_device
+            from featstore.base.tensors import as_tensor
 
             rows = {n: as_tensor(one) if isinstance(one, np.ndarray) else one for n, one in rows.items()}
             if self._transfer is not None:
                 rows = self._transfer(rows)
-            elif on_devices is not None:
-                rows = {name: to_device(one, self._device) for name, one in rows.items()}
+        several = len(rows) > 1 or self.sets.parts.typed
+        batch = Batch(number, sample.node, rows if several else next(iter(rows.values())), sample)
+        if self._transfer is not None:
+            batch.bring_edges()
         for stage, low, high in (
             ("sample", begin, sampled), ("gather", sampled, gathered),
             ("hand over", gathered, time.perf_counter()),
         ):  # fmt: skip
             self.report_stages.add(stage, high - low)
-        several = len(rows) > 1 or self.sets.parts.typed
-        return Batch(number, sample.node, rows if several else next(iter(rows.values())), sample)
+        return batch
 
     # Resuming.
 

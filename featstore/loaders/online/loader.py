@@ -45,7 +45,6 @@ from featstore.tiers.saved import cache_path
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.base.transfers import Transfer
     from featstore.storage.store import OpenStore
     from featstore.tiers import TierSpec
 
@@ -112,10 +111,9 @@ class OnlineLoader(PrefetchingLoader):
         devices = list(device) if isinstance(device, list | tuple) else [] if device is None else [device]
         if device is not None and not devices:
             raise ArgumentError("device must be a device, or a list of at least one, not an empty list")
+        devices = [args.as_device(one, "device") for one in devices]
         self.overtake, self._device = args.as_flag(overtake, "overtake"), devices[0] if devices else None
         self._tensors = None if tensors is None else args.as_flag(tensors, "tensors")
-        for one in devices:
-            args.as_device(one, "device")
         if tensors:
             args.need_torch("tensors=True")
         if tensors is False and devices:
@@ -135,7 +133,6 @@ class OnlineLoader(PrefetchingLoader):
             halo=halo,
             reader=reader,
         )
-        self._transfer: Transfer | None = None
         if devices:
             from featstore.base.transfers import Transfer
 
