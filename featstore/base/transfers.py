@@ -133,6 +133,12 @@ class Transfer:
             self._copies.after(mark)
             self._copies.keep(made)
 
+    def keep(self, made: Iterable[Any]) -> None:
+        """The memory of what was made :meth:`within` stays its own until the current stream is done with
+        it."""
+        if self._copies is not None:
+            self._copies.keep(made)
+
     def close(self) -> None:
         """Wait for what is under way. May be called more than once."""
         if self._under_way is not None:

@@ -316,6 +316,11 @@ class DeviceBuffer:
             part.shard.transfer.close()  # staging is used again
         fill.end(layout.PRESENT)
 
+    def close(self) -> None:
+        """Give back the devices' memory; what was counted stays. May be called more than once."""
+        for shard in self._shards:
+            shard.x = torch.empty_like(shard.x[:0])
+
     # Beforehand, and afterwards.
 
     def load(self, ids: NDArray[np.int64], staging: NDArray[np.uint8], *, uses: int = 1) -> None:

@@ -196,7 +196,8 @@ class DeviceTier(OverSource):
     ) -> Request:
         self.check_open()
         filled = self._new_rows(ids) if out is None else dict(out)
-        asked = self._transfer.mark()  # what the caller has asked of the device may use out's memory
+        # What the caller has asked of the device may use the memory of out.
+        asked = None if out is None else self._transfer.mark()
         request, limit = Request(lambda: filled), self._under_way
         jobs = []
         for name, wanted in ids.items():
@@ -218,14 +219,17 @@ class DeviceTier(OverSource):
         return request
 
     def _new_rows(self, ids: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.empty(
-                (len(wanted), *self._levels[name].row_shape),
-                dtype=self._levels[name].dtype,
-                device=self.device,
-            )
-            for name, wanted in ids.items()
-        }
+        with self._transfer.within():  # memory that nothing else is asked of the device for
+            made = {
+                name: torch.empty(
+                    (len(wanted), *self._levels[name].row_shape),
+                    dtype=self._levels[name].dtype,
+                    device=self.device,
+                )
+                for name, wanted in ids.items()
+            }
+        self._transfer.keep(made.values())
+        return made
 
     def _target(self, out: Any, name: str) -> torch.Tensor:
         """A caller's out as a tensor of the rows' dtype."""
@@ -289,7 +293,8 @@ class DeviceTier(OverSource):
         if job.cancelled:
             raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
         rows = level.gather(ticket, self._staging).to(target.device)
-        self._transfer.hand(job.asked)
+        if target.device.type != "cpu":
+            self._transfer.hand(job.asked)
         if isinstance(job.places, slice):
             target[job.places] = rows
         else:

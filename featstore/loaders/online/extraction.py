@@ -384,6 +384,8 @@ class Extraction:
         """Begin nothing more."""
         for buffer in self.buffers.values():
             buffer.close()
+        for level in self.on_devices.values():
+            level.close()
         if self._reader is not None:
             self._reader.close()
 
