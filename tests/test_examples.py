@@ -58,7 +58,7 @@ def run() -> Iterator[Run]:
     package = str(Path(featstore.__file__).resolve().parent.parent)
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # which forks cannot use
     ) as launcher:  # fmt: skip
         assert launcher.stdin is not None
         assert launcher.stdout is not None

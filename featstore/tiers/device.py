@@ -7,16 +7,15 @@ and stays there until its slot is needed. Each device has a slot map like the ho
 (:mod:`featstore.tiers.slots.slots`), in host memory, and any of its policies. What the host's buffer sees is
 what the devices miss.
 
-*No locks.* One thread does everything: the loader's, which extracts. Slots are filled and read by operations
-of torch in one stream for each device, that of this thread; so a row is there before it is read, and read
-before its slot has another one.
+*No locks.* One thread does everything: the loader's, which extracts. Slots are filled and read in one stream
+for each device, that of this thread; so a row is there before it is read, and read before its slot is
+another's.
 
 *No deadlock, and no row twice.* A mini-batch gets all its slots on all devices, or changes nothing. A row
 that an earlier mini-batch already brings is waited for. When that mini-batch is given up, the next one that
 looks brings the row itself.
 
-Rows are moved as the widest integers that they consist of: what they mean does not matter, and torch cannot
-index every dtype.
+Rows are moved as the widest integers that they consist of: torch cannot index every dtype.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ class _Shard:
 
 
 class _Part:
-    """What a mini-batch holds of one shard: ``places`` of its rows in the mini-batch, their ``slots``, pinned
-    while ``outcome[2]`` is 1, and the places of rows that others bring."""
+    """What a mini-batch holds of one shard: ``places`` of its rows in it, their ``slots``, pinned while
+    ``outcome[2]`` is 1, and the places of rows that others bring."""
 
     def __init__(self, shard: _Shard, places: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
         self.shard, self.places, self.ids = shard, places, ids
@@ -285,9 +284,8 @@ class DeviceBuffer:
             shape = (len(ticket.ids), *self._shards[0].x.shape[1:])
             words = torch.empty(shape, dtype=self._shards[0].x.dtype, device=self._shards[0].device)
             for part in parts:
-                words[torch.from_numpy(part.places).to(words.device)] = part.shard.take(part.slots).to(
-                    words.device
-                )
+                there = part.shard.take(part.slots).to(words.device)
+                words[torch.from_numpy(part.places).to(words.device)] = there
         ticket.release()
         words = words.to(self._shards[0].device)
         return words.view(self.dtype).reshape(len(ticket.ids), *self.row_shape)
@@ -317,7 +315,7 @@ class DeviceBuffer:
         fill.end(layout.PRESENT)
 
     def close(self) -> None:
-        """Give back the devices' memory; what was counted stays. May be called more than once."""
+        """Give back the devices' memory. May be called more than once."""
         for shard in self._shards:
             shard.x = torch.empty_like(shard.x[:0])
 
@@ -399,5 +397,4 @@ class DeviceBuffer:
         return BufferStats(hits, misses, waits, evictions, int(counts[:, -1].max()))
 
     def __repr__(self) -> str:
-        names = ", ".join(str(shard.device) for shard in self._shards)
-        return f"<DeviceBuffer of {self.slots:,} rows on {names}, {self.policy_name}>"
+        return f"<DeviceBuffer of {self.slots:,} rows, {self.policy_name}>"
