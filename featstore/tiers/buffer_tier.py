@@ -271,8 +271,10 @@ class BufferTier(OverSource):
 
     def _piece_rows(self, name: str) -> int:
         buffer = self._buffers[name]
-        whole = self.policy != "auto" or buffer.slots >= buffer.table.rows
-        return max(1, min(self._piece_ids, buffer.slots if whole else buffer.slots // _PIECE_SHARE))
+        if buffer.slots >= buffer.table.rows:  # however often each row is asked for
+            return max(1, self._piece_ids)
+        slots = buffer.slots // _PIECE_SHARE if self.policy == "auto" else buffer.slots
+        return max(1, min(self._piece_ids, slots))
 
     def policies(self) -> dict[str, PolicyNow]:
         """The policy of each table's buffer now."""

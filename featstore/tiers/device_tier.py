@@ -178,8 +178,15 @@ class DeviceTier(OverSource):
         self._landing = 0
         for name, count in slots.items():
             table = below.store.table(name)
-            self._step[name] = max(1, min(count, _landing_bytes(table) // max(1, table.row_bytes)))
-            self._landing = max(self._landing, self._step[name] * table.row_bytes)
+            row_bytes = max(1, table.row_bytes)
+            landing = max(1, _landing_bytes(table) // row_bytes)
+            if (
+                count * len(devices) >= table.rows and landing >= table.rows
+            ):  # however often each is asked for
+                self._step[name] = max(1, _LANDING_BYTES // row_bytes)
+            else:
+                self._step[name] = min(count, landing)
+            self._landing = max(self._landing, min(self._step[name], landing) * row_bytes)
         self._staging = self._transfer.memory(self._landing)
         self._todo: deque[tuple[_Job, Any]] = deque()
         self._under_way = Permits(_WAITING)

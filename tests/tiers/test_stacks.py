@@ -102,7 +102,7 @@ def test_the_budget_that_an_error_names_works(store: featstore.Store, tiers: lis
         store.reader(tiers=tiers, memory=needed - 1)
     with store.reader(tiers=tiers, memory=needed) as reader:
         assert reader.memory()["unused"] >= 0
-        assert len(reader.read({"floats": range(ROWS)})["floats"]) == ROWS
+        assert len(reader.read({"floats": range(0, ROWS, 10)})["floats"]) == ROWS // 10
 
 
 @pytest.mark.parametrize("policy", BUFFER_POLICIES)
