@@ -64,15 +64,16 @@ def pytest_xdist_auto_num_workers() -> int:
 
 #: Files that take longest, or wait longest, for a worker. All others take seconds.
 LONG = (
-    "hosts/test_faults.py", "crash/test_pack_crash.py", "test_examples.py", "hosts/test_split_training.py",
-    "fuzz/test_fuzz.py", "properties/test_outside.py", "hosts/test_modes.py", "docs/test_site.py",
-    "docs/test_types_of_users.py", "test_packages.py", "tiers/test_chosen.py", "faults/test_refusals.py",
-    "packing/test_split.py", "base/test_compilation.py", "cli/test_cli_split.py", "compiled/test_segments.py",
-    "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py", "loaders/test_training.py",
-    "compiled/test_compile_crash.py", "cli/test_cli_tune.py", "hosts/test_exchange.py",
-    "arguments/test_arguments.py", "docs/test_notebooks.py", "test_demo.py", "packing/test_split_features.py",
-    "properties/test_typed_modes.py", "hosts/test_hosts_memory.py", "online/test_online_memory.py",
-    "mega/test_mega_memory.py",
+    "hosts/test_faults.py", "docs/test_types_of_users.py", "crash/test_pack_crash.py",
+    "test_examples.py", "hosts/test_split_training.py", "fuzz/test_fuzz.py",
+    "properties/test_outside.py", "hosts/test_modes.py", "docs/test_site.py", "test_packages.py",
+    "tiers/test_chosen.py", "faults/test_refusals.py", "packing/test_split.py",
+    "base/test_compilation.py", "cli/test_cli_split.py", "compiled/test_segments.py",
+    "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py",
+    "loaders/test_training.py", "compiled/test_compile_crash.py", "cli/test_cli_tune.py",
+    "hosts/test_exchange.py", "arguments/test_arguments.py", "docs/test_notebooks.py", "test_demo.py",
+    "packing/test_split_features.py", "properties/test_typed_modes.py", "hosts/test_hosts_memory.py",
+    "online/test_online_memory.py", "mega/test_mega_memory.py",
 )  # fmt: skip
 
 
@@ -132,6 +133,19 @@ def _little_is_written_to_measure() -> Iterator[None]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(featstore.measure.calibrate, "WRITTEN_BYTES", (1 << 20, 5 << 20))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _prices_are_measured_in_a_moment() -> Iterator[None]:
+    """What a read costs is measured for a second, where a forecast is to come true; no test asks that."""
+    import featstore.loaders.costs.prices as prices
+
+    patch = pytest.MonkeyPatch()
+    shorter = {"_ROUND_SECONDS": 0.005, "_SETTLING_SECONDS": 0.01, "_SETTLING_SECONDS_MAX": 0.05}
+    for name, seconds in shorter.items():
+        patch.setattr(prices, name, seconds)
     yield
     patch.undo()
 

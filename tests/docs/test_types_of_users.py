@@ -1,5 +1,6 @@
-"""What type checkers see of the library in a user's program: they check this file, where ``assert_type``
-fails unless a type is what it says. A test runs the same lines."""
+"""What type checkers see: of all that is here, as ``pyproject.toml`` says, and of the library in a user's
+program. For that they check this file, where ``assert_type`` fails unless a type is what it says. A test runs
+the same lines."""
 
 from __future__ import annotations
 
@@ -47,6 +48,14 @@ def program(folder: Path) -> int:
 
 def test_it_runs(tmp_path: Path) -> None:
     assert program(tmp_path) == 100
+
+
+@pytest.mark.timeout(400)
+def test_types_fit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, timeout=380
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(300)  # where mypy has not looked at the library before
