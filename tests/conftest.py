@@ -64,9 +64,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 #: Files that take longest, or wait longest, for a worker. All others take seconds.
 LONG = (
-    "hosts/test_faults.py", "docs/test_types_of_users.py", "crash/test_pack_crash.py",
+    "hosts/test_faults.py", "crash/test_pack_crash.py",
     "test_examples.py", "hosts/test_split_training.py", "fuzz/test_fuzz.py",
-    "properties/test_outside.py", "hosts/test_modes.py", "docs/test_site.py", "test_packages.py",
+    "properties/test_outside.py", "docs/test_types_of_users.py", "hosts/test_modes.py",
+    "docs/test_site.py", "test_packages.py",
     "tiers/test_chosen.py", "faults/test_refusals.py", "packing/test_split.py",
     "base/test_compilation.py", "cli/test_cli_split.py", "compiled/test_segments.py",
     "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py",

@@ -180,9 +180,7 @@ class DeviceTier(OverSource):
             table = below.store.table(name)
             row_bytes = max(1, table.row_bytes)
             landing = max(1, _landing_bytes(table) // row_bytes)
-            if (
-                count * len(devices) >= table.rows and landing >= table.rows
-            ):  # however often each is asked for
+            if min(count * len(devices), landing) >= table.rows:  # however often each is asked for
                 self._step[name] = max(1, _LANDING_BYTES // row_bytes)
             else:
                 self._step[name] = min(count, landing)
