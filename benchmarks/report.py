@@ -6,7 +6,7 @@ markers.
 
 ``<!-- NAME:claims -->`` ... ``<!-- end -->`` holds a result's claims, ``NAME:tables`` all of its other tables
 and notes, ``machine`` the machine, and ``summary`` what was missed. Every result must come from the same
-machine. Plots lie beside the page, in ``plots``.
+machine, but those with an accelerator, whose claims name theirs. Plots lie beside the page, in ``plots``.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def block(what: str, results: dict[str, dict[str, Any]]) -> str:
         load = result["machine"].get("load_average")
         busy = "" if load is None else f", load {load:.1f} when it began"
         source = f"`{result['command']}`, {result['date'][:10]}, commit `{commit}`{busy}"
+        if _has_accelerator(result):
+            source += f". {result['parameters']['accelerator']} beside {described(result['machine'])}"
         return f"{source}\n\n{markdown(*claim_cells(result))}"
     texts = [f"{title}:\n\n{markdown(*cells)}" for title, cells in all_cells(result) if title != "Claims"]
     notes = "\n".join(f"- {text}" for text in result["notes"])
@@ -105,10 +107,15 @@ def _alike(value: Any) -> Any:
     return value >> 20 if isinstance(value, int) else value
 
 
+def _has_accelerator(result: dict[str, Any]) -> bool:
+    return "accelerator" in result["parameters"]
+
+
 def machine(results: dict[str, dict[str, Any]]) -> str:
     """One paragraph. Raises ClickException where the results come from different machines."""
     if not results:
         return "*Nothing has been measured yet.*"
+    results = {name: r for name, r in results.items() if not _has_accelerator(r)}
     machines = [r["machine"] for r in results.values()]
     on_disk = [r["machine"] for r in results.values() if not r["parameters"].get("zram")] or machines
     for key in _SAME:  # compressed RAM is a device of its own
@@ -117,14 +124,18 @@ def machine(results: dict[str, dict[str, Any]]) -> str:
             raise click.ClickException(
                 f"the results come from machines that differ in {key}; run all benchmarks on one"
             )
-    one = on_disk[0]
+    kernels = " and ".join(sorted({m["kernel"] for m in machines}))
+    return described(on_disk[0] | {"kernel": kernels})
+
+
+def described(one: dict[str, Any]) -> str:
+    """A machine, in a sentence or two."""
     disk = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in one["disk"].items() if value)
     packages = ", ".join(f"{name} {version}" for name, version in one["packages"].items())
-    kernels = " and ".join(sorted({m["kernel"] for m in machines}))
     virtual = " (a virtual machine)" if one["virtual"] else ""
     return (
         f"{one['cores']} cores of {one['cpu']}{virtual}, {format_bytes(one['memory_bytes'])} of "
-        f"memory, Linux {kernels}; {disk}. {one['fio'] or 'no fio'}, Python {one['python']}, "
+        f"memory, Linux {one['kernel']}; {disk}. {one['fio'] or 'no fio'}, Python {one['python']}, "
         f"{packages}."
     )
 

@@ -81,6 +81,8 @@ def _registered(byte_count: int) -> NDArray[np.uint8]:
     """Memory that is pinned for CUDA while somebody has it."""
     memory, runtime = private_buffer(byte_count), torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = address_of(memory)
+    if not byte_count:
+        return memory
     error = int(runtime.cudaHostRegister(address, byte_count, 0))
     if error:
         raise DeviceError(errno.ENOMEM, f"{byte_count:,} bytes for CUDA (its error {error})", doing="pin")

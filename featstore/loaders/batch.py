@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -228,6 +228,22 @@ def filled(batch: Batch, x: dict[str, Any], device: Any) -> Any:
     elif device is not None:
         batch.bring_edges()
     return batch
+
+
+def device_tensors(made: Any) -> Iterator[Any]:
+    """Tensors and graphs on accelerators, of a mini-batch or what else holds some."""
+    if hasattr(made, "record_stream") and hasattr(made, "device"):  # of torch, or a graph of DGL's
+        if made.device.type != "cpu":
+            yield made
+    elif isinstance(made, Mapping):
+        yield from device_tensors(list(made.values()))
+    elif isinstance(made, list | tuple):
+        for one in made:
+            yield from device_tensors(one)
+    elif isinstance(made, Batch):
+        yield from device_tensors(list(vars(made).values()))
+    elif of_pyg(made):
+        yield from device_tensors([store.to_dict() for store in made.stores])
 
 
 def ids_of(sample: Any) -> Any:

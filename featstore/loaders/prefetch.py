@@ -14,14 +14,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from featstore.base.process import OneProcess
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ClosedError, SourceError
-from featstore.loaders.batch import Batch, of_pyg
+from featstore.loaders.batch import device_tensors
 
 if TYPE_CHECKING:
     from featstore.base.transfers import Transfer
@@ -201,7 +201,7 @@ class Prefetch(ABC):
             if batch is _END:
                 return
             if self.transfer is not None:
-                self.transfer.hand(mark, on_devices(batch))
+                self.transfer.hand(mark, device_tensors(batch))
             with self._lock:
                 self._free += self._held  # of the mini-batch before, which the loop drops now
                 self._held = units
@@ -276,22 +276,6 @@ class Prefetch(ABC):
                 return False
             self._changed.wait()
         return False
-
-
-def on_devices(made: Any) -> Iterator[Any]:
-    """Tensors and graphs on accelerators, of a mini-batch or what else holds some."""
-    if hasattr(made, "record_stream") and hasattr(made, "device"):  # of torch, or a graph of DGL's
-        if made.device.type != "cpu":
-            yield made
-    elif isinstance(made, Mapping):
-        yield from on_devices(list(made.values()))
-    elif isinstance(made, list | tuple):
-        for one in made:
-            yield from on_devices(one)
-    elif isinstance(made, Batch):
-        yield from on_devices(list(vars(made).values()))
-    elif of_pyg(made):
-        yield from on_devices([store.to_dict() for store in made.stores])
 
 
 class Stages:

@@ -252,7 +252,6 @@ class DeviceBuffer:
             part.waits = part.waits[:still]
             if reads:  # who was to bring them has given up
                 fill.missed.append((part, positions[:reads]))
-                # A row that occurs twice is not waited for where this ticket brings it.
                 part.waits = part.waits[~np.isin(part.slots[part.waits], part.slots[positions[:reads]])]
         if fill.missed:
             ticket._fills.append(fill)
@@ -397,4 +396,5 @@ class DeviceBuffer:
         return BufferStats(hits, misses, waits, evictions, int(counts[:, -1].max()))
 
     def __repr__(self) -> str:
-        return f"<DeviceBuffer of {self.slots:,} rows, {self.policy_name}>"
+        names = ", ".join(str(shard.device) for shard in self._shards)
+        return f"<DeviceBuffer of {self.slots:,} rows on {names}, {self.policy_name}>"

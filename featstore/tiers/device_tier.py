@@ -37,6 +37,7 @@ from featstore.units import parse_bytes
 
 _DEPTH = 3  # pieces that are under way at once
 _LANDING_BYTES = 16 * 2**20  # of rows from below for one piece, at most, unless one row is larger
+_PIECE_IDS = 1 << 16  # of a table that is there as a whole
 _WAITING = 16  # requests that wait or are under way; a further one blocks
 
 
@@ -180,11 +181,11 @@ class DeviceTier(OverSource):
             table = below.store.table(name)
             row_bytes = max(1, table.row_bytes)
             landing = max(1, _landing_bytes(table) // row_bytes)
+            self._step[name] = at_once = min(count, landing)
             if min(count * len(devices), landing) >= table.rows:  # however often each is asked for
-                self._step[name] = max(1, _LANDING_BYTES // row_bytes)
-            else:
-                self._step[name] = min(count, landing)
-            self._landing = max(self._landing, min(self._step[name], landing) * row_bytes)
+                at_once = max(1, table.rows)
+                self._step[name] = max(at_once, _PIECE_IDS)
+            self._landing = max(self._landing, at_once * row_bytes)
         self._staging = self._transfer.memory(self._landing)
         self._todo: deque[tuple[_Job, Any]] = deque()
         self._under_way = Permits(_WAITING)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from featstore.base import transfers  # noqa: E402
 from featstore.base.buffers import aligned_buffer  # noqa: E402
+from featstore.loaders.batch import Batch, device_tensors  # noqa: E402
 from featstore.loaders.options import MODES  # noqa: E402
 
 NODES, WIDTH = 2500, 6
@@ -55,6 +56,18 @@ class Late(transfers.Copies):
                 late.copied += 1
 
         return made, Done()
+
+
+def test_all_that_is_on_a_device_is_found() -> None:
+    """In a mini-batch of ours, in what is handed over beside it, and in an object of PyG's."""
+    there = [torch.empty(n, device="meta") for n in range(5)]
+    batch = Batch(0, np.arange(3), {"a": there[0], "b": there[1]}, {"row": np.arange(2)})
+    batch.edge_attr, batch._edges = [there[2]], {("a", "to", "b"): there[3]}
+    found = list(device_tensors((batch, {"place": 4, "other": (there[4], torch.ones(2), None)})))
+    assert {id(one) for one in found} == {id(one) for one in there}
+    data = pytest.importorskip("torch_geometric.data").HeteroData()
+    data["a"].x, data["a"].n_id, data["a", "to", "b"].edge_index = there[0], torch.ones(1), there[1]
+    assert {id(one) for one in device_tensors(data)} == {id(one) for one in there[:2]}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -22,7 +22,9 @@ from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError
 from featstore.storage.store import Table
 from featstore.testing import ArraySource, check_source, check_tier
 from featstore.tiers import RowSource
+from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.buffer_tier import BUFFER_POLICIES
+from featstore.tiers.device import DeviceBuffer
 
 ROWS = 3000
 
@@ -118,6 +120,33 @@ def test_static_rows_over_arrays(store: featstore.Store, arrays: dict[str, np.nd
 @pytest.mark.parametrize("device", ["cpu", ["cpu", "cpu", "cpu"]])
 def test_a_device_over_arrays(store: featstore.Store, arrays: dict[str, np.ndarray], device: Any) -> None:
     check_tier(featstore.Device(device, "1MiB"), store, arrays, 80 << 20)
+
+
+@pytest.mark.parametrize(
+    ("tier", "kind"),
+    [(featstore.Buffer("lru", "1MiB"), FeatureBuffer), (featstore.Device("cpu", "1MiB"), DeviceBuffer)],
+)
+def test_rows_that_are_asked_for_again_and_again_are_no_more_pieces(
+    store: featstore.Store,
+    arrays: dict[str, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+    tier: Any,
+    kind: Any,
+) -> None:
+    """Of a table that has slots for all of its rows: a request of any of them fits."""
+    begun, begin = [], kind.begin
+    monkeypatch.setattr(
+        kind, "begin", lambda self, ids, *a, **k: begun.append(len(ids)) or begin(self, ids, *a, **k)
+    )
+    ids = {"numbers": np.zeros(2000, np.int64), "halves": np.tile(np.arange(90), 20)}
+    with store.reader(tiers=[tier], memory="64MiB") as reader:
+        found = reader.read(ids)
+        for name, wanted in ids.items():
+            rows = found[name]
+            raw = rows.view(torch.uint8).numpy() if isinstance(rows, torch.Tensor) else rows
+            assert raw.tobytes() == arrays[name][wanted].tobytes()
+    assert sum(begun) == 1800 + 2000
+    assert len(begun) < 20, "as many as the memory has ids for, not as many as there are rows"
 
 
 class Double:
