@@ -3,6 +3,7 @@
     python benchmarks/hosts.py --dir /a/directory/on/the/ssd
     python benchmarks/hosts.py --dir /a/directory/on/the/ssd --graph ogbn_arxiv_tape40.npz
     python benchmarks/hosts.py --dir /a/directory/on/the/ssd --namespaces   # takes root
+    python benchmarks/hosts.py --dir /a/directory/on/the/ssd --training     # on a machine of many cores
 
 Processes of this machine stand for hosts, each with a part of the store, a memory of its own, and lines to
 the others over loopback: bare, and with the latency and bandwidth of a slow network, which the sender adds.
@@ -19,11 +20,12 @@ share a loader ask for a row once a step.
 *Training.* The same, run: GraphSAGE with DistributedDataParallel, whose gradients no sender slows down. Rows
 of other hosts come beside the training; "waits" is how long the loop had no mini-batch. The model takes so
 long on one core that a gigabit a second is not what binds; a tenth of it stands for a model that is ten times
-as fast.
+as fast. ``--training`` does this alone, and the exchange: where each host has cores of its own, as hosts do.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -94,8 +96,9 @@ def lookup_nanoseconds(one: Recorded, store: featstore.Store, rounds: int = 5) -
 @click.command()
 @click.option("--graph", type=click.Path(exists=True, path_type=Path), help="A real graph, .npz.")
 @click.option("--namespaces", "shaped", is_flag=True, help="A network namespace a host; takes root.")
+@click.option("--training", "only_training", is_flag=True, help="Only what trains, and the exchange.")
 @shared_options("128MiB", "16MiB", rounds=1)
-def main(settings: Settings, graph: Path | None, shaped: bool) -> None:
+def main(settings: Settings, graph: Path | None, shaped: bool, only_training: bool) -> None:
     workspace, quick = settings.workspace, settings.quick
     nodes = settings.size_bytes // (4 * COLUMNS)
     if graph is None:
@@ -108,11 +111,13 @@ def main(settings: Settings, graph: Path | None, shaped: bool) -> None:
         workspace / "hosts.fs", files.path("features"), graph=(files.load("indptr"), files.load("indices")),
         arrays=arrays, memory="4GiB", partitions=256 if not quick else 32, overwrite=True,
     )  # fmt: skip
+    named = [("_real", graph is not None), ("_namespaces", shaped), ("_training", only_training)]
     report = Report(
-        "hosts" + ("" if graph is None else "_real") + ("_namespaces" if shaped else ""),
+        "hosts" + "".join(name for name, given in named if given),
         "Several hosts" + (", a namespace each" if shaped else "") + (f": {graph.stem}" if graph else ""),
         {"nodes": nodes, "edges": 12 * nodes, "row_bytes": 4 * COLUMNS, "fanouts": FANOUTS, "batch": batch,
-         "recorded_epochs": epochs, "trained_epochs": _TRAINED_EPOCHS, "namespaces": shaped},
+         "recorded_epochs": epochs, "trained_epochs": _TRAINED_EPOCHS, "namespaces": shaped}
+        | ({"machine_cores": os.cpu_count()} if only_training else {}),
         workspace,
     )  # fmt: skip
     found: dict[tuple[int, int, float], Kept] = {}
@@ -126,14 +131,17 @@ def main(settings: Settings, graph: Path | None, shaped: bool) -> None:
             featstore.split(store, hosts, splits[hosts], train="train", memory="2GiB", overwrite=True)
             note(f"split by {hosts} in {time.perf_counter() - begin:.1f} s")
         key = hosts, ranks
-        recorded = record(store, splits[hosts], hosts, ranks, batch // ranks, epochs)
-        for share, one in kept_by_share(recorded, store.path).items():
-            found[(*key, share)] = one
-            note(f"{hosts} hosts, {ranks} ranks, {share}: {one.share('best'):.3f} {one.share('ahead'):.3f}")
+        if not only_training:
+            recorded = record(store, splits[hosts], hosts, ranks, batch // ranks, epochs)
+            for share, one in kept_by_share(recorded, store.path).items():
+                found[(*key, share)] = one
+                shares = f"{one.share('best'):.3f} {one.share('ahead'):.3f}"
+                note(f"{hosts} hosts, {ranks} ranks, {share}: {shares}")
         if key in ((2, 1), (2, 2), (4, 1), (8, 1)):
             short[key] = record(store, splits[hosts], hosts, ranks, batch // ranks, _TRAINED_EPOCHS)
             best[key] = kept(short[key], store, SHARE)
-    _kept_tables(report, found)
+    if not only_training:
+        _kept_tables(report, found)
     train_all(report, settings, splits, short, best, nodes, batch, shaped)
     _exchange(report, workspace, splits[2], quick)
     for what, spent in lookup_nanoseconds(short[2, 1][0], store).items():

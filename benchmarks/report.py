@@ -6,7 +6,8 @@ markers.
 
 ``<!-- NAME:claims -->`` ... ``<!-- end -->`` holds a result's claims, ``NAME:tables`` all of its other tables
 and notes, ``machine`` the machine, and ``summary`` what was missed. Every result must come from the same
-machine, but those with an accelerator, whose claims name theirs. Plots lie beside the page, in ``plots``.
+machine, but those for an accelerator or for many cores, whose claims name theirs. Plots lie beside the page,
+in ``plots``.
 """
 
 from __future__ import annotations
@@ -94,8 +95,10 @@ def block(what: str, results: dict[str, dict[str, Any]]) -> str:
         load = result["machine"].get("load_average")
         busy = "" if load is None else f", load {load:.1f} when it began"
         source = f"`{result['command']}`, {result['date'][:10]}, commit `{commit}`{busy}"
-        if _has_accelerator(result):
-            source += f". {result['parameters']['accelerator']} beside {described(result['machine'])}"
+        if accelerator := result["parameters"].get("accelerator"):
+            source += f". {accelerator} beside {described(result['machine'])}"
+        elif _is_of_its_own_machine(result):
+            source += f". On {described(result['machine'])}"
         return f"{source}\n\n{markdown(*claim_cells(result))}"
     texts = [f"{title}:\n\n{markdown(*cells)}" for title, cells in all_cells(result) if title != "Claims"]
     notes = "\n".join(f"- {text}" for text in result["notes"])
@@ -107,15 +110,15 @@ def _alike(value: Any) -> Any:
     return value >> 20 if isinstance(value, int) else value
 
 
-def _has_accelerator(result: dict[str, Any]) -> bool:
-    return "accelerator" in result["parameters"]
+def _is_of_its_own_machine(result: dict[str, Any]) -> bool:
+    return bool({"accelerator", "machine_cores"} & result["parameters"].keys())
 
 
 def machine(results: dict[str, dict[str, Any]]) -> str:
     """One paragraph. Raises ClickException where the results come from different machines."""
     if not results:
         return "*Nothing has been measured yet.*"
-    results = {name: r for name, r in results.items() if not _has_accelerator(r)}
+    results = {name: r for name, r in results.items() if not _is_of_its_own_machine(r)}
     machines = [r["machine"] for r in results.values()]
     on_disk = [r["machine"] for r in results.values() if not r["parameters"].get("zram")] or machines
     for key in _SAME:  # compressed RAM is a device of its own
