@@ -221,8 +221,9 @@ def _tables(report: Report, found: dict[Cell, Trained]) -> None:
     )  # fmt: skip
     names = (*_ASKED_BOUNDS, "cores")
     report.table(
-        "What an epoch takes at least, in seconds: the model alone; what a host sent, at the line's rate; "
-        "sampling; own rows looked up, checked and copied; the machine's cores, which all hosts share",
+        "What an epoch takes at least, in seconds: the model, with its gradients exchanged; what a host "
+        "sent, at the line's rate; sampling; own rows looked up, checked and copied; the machine's cores, "
+        "which all hosts share",
         ["hosts", "ranks each", "network", "kept", *names, "slowest but for cores", "epoch over it",
          "epoch over cores"],
         [[*cell[:3], cell.kept, *(one.bounds[name] for name in names), one.binds, one.over_slowest,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from folders import TemporaryFolders, memory_folder
 from hypothesis import HealthCheck, settings
 
 import featstore
@@ -21,6 +23,9 @@ import featstore.layout.table
 from featstore.base.threads import closed_later
 from featstore.engine import ENGINES
 from featstore.storage.disk import Disk, File
+
+# Until all tests are known: what is imported is no garbage, and looking for it takes a fifth of the time.
+gc.disable()
 
 # Tests run in parallel as it is: threads of torch, here and in what tests start, would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,8 +42,8 @@ settings.load_profile("featstore")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: Tests that are about files on a device, where fsync waits for it as ever.
-WAITING = ("engine", "measure", "storage", "test_demo.py", "test_files.py")
+#: Tests that are about files on a device, where fsync waits for it as ever; or that install programs.
+WAITING = ("engine", "measure", "storage", "test_demo.py", "test_files.py", "test_packages.py")
 _fsync, _fstat = os.fsync, os.fstat
 _waits = True
 
@@ -60,6 +65,10 @@ os.fsync = fsync_unless_quick
 def pytest_xdist_auto_num_workers() -> int:
     """Of ``-n auto``: more workers than cores, as many tests wait for a disk, a timeout or other programs."""
     return max(2, 2 * len(os.sched_getaffinity(0)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-disk", action="store_true", help="no temporary folders in memory")
 
 
 #: Files that take longest, or wait longest, for a worker. All others take seconds.
@@ -88,6 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, so that at the end no worker waits for another."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -102,6 +112,22 @@ def _collections_look_at_what_is_new() -> None:
     over, and what earlier files have left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def tmp_path_factory(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[TemporaryFolders]:
+    """In memory, unless a test is about files on a device."""
+    memory = None if pytestconfig.getoption("--on-disk") else memory_folder()
+    yield TemporaryFolders(tmp_path_factory, memory, lambda: _waits)
+    if memory is not None:
+        shutil.rmtree(memory, ignore_errors=True)  # threads may still write, which end with the process
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: TemporaryFolders) -> Path:
+    return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:30])
 
 
 #: Chunk files of this size make tables of many chunks out of little data.

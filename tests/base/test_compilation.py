@@ -4,15 +4,19 @@ warning."""
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numba
 import pytest
 
 import featstore
+import featstore.base.compilation as compilation
 
 PACKAGE = Path(featstore.__file__).parent
 
@@ -175,3 +179,31 @@ def test_all_kernels_are_compiled_by_this_means() -> None:
                 assert not names & {"njit", "jit", "vectorize", "guvectorize"}, (
                     f"{path} takes numba's own {names}"
                 )
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_go_on_as_they_were_however_compiling_ends(enabled: bool) -> None:
+    looked: list[bool] = []
+
+    class Cache(compilation._Cache):
+        def load_overload(self, sig: Any, target_context: Any) -> None:
+            looked.append(gc.isenabled())
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            looked.append(gc.isenabled())
+
+    def add(x: Any, y: Any) -> Any:
+        return x + y
+
+    kernel = numba.njit(add)
+    compilation._keep(kernel, Cache(add))
+    was = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        assert kernel(2, 3) == 5
+        with pytest.raises(numba.TypingError):
+            kernel((), 3)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if was else gc.disable()
+    assert looked == [False, False, False]  # of the failed one nothing is kept
