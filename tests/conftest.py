@@ -29,6 +29,10 @@ gc.disable()
 
 # Tests run in parallel as it is: threads of torch, here and in what tests start, would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+_CHILDREN = str(Path(__file__).parent / "children")
+_paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+if _CHILDREN not in _paths:  # a worker has it of who started it
+    os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *_paths])
 
 settings.register_profile(
     "featstore",
