@@ -93,7 +93,7 @@ def attempt(words: list[str], cwd: Path) -> None:
     try:
         run(words, cwd)
     except (AssertionError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"{' '.join(map(str, words[:5]))}: {str(error).strip()[:400]}")
+        pytest.skip(f"{' '.join(map(str, words[:5]))}: {str(error).strip()[-400:]}")
 
 
 @pytest.mark.timeout(400)

@@ -40,9 +40,9 @@ def sockets() -> set[int]:
     return found
 
 
-def cut(lines: set[int], begun: Path, after: float) -> None:
-    """Shut these connections down, as a network does, so many seconds after a file is there."""
-    while not begun.exists():
+def cut(lines: set[int], begun: list[Path], after: float) -> None:
+    """Shut these connections down, as a network does, so many seconds after these files are there."""
+    while not all(path.exists() for path in begun):
         time.sleep(0.01)
     time.sleep(after)
     for number in lines:
@@ -81,7 +81,7 @@ def work(rank: int, hosts: int, name: str, train: bool, cut_after: float | None,
     rng = np.random.default_rng(rank)
     with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=3) as store:
         if cut_after is not None:
-            lines, begun = sockets() - before, Path(f"{name}.open.{rank}")
+            lines, begun = sockets() - before, [Path(f"{name}.open.{rank}") for rank in range(hosts)]
             threading.Thread(target=cut, args=(lines, begun, cut_after), daemon=True).start()
         if not train:
             with store.reader(memory="16MiB") as reader:
