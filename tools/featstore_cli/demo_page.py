@@ -36,7 +36,7 @@ def _picture(report: DemoReport) -> str:
     values: dict[str, Sequence[Sequence[float] | None]] = {
         "seconds an epoch": seconds,
         "peak memory": [(way.beyond_bytes,) for way in ways],
-        "read from disk, in all, over epochs": read,
+        "read from disk an epoch, mean of all": read,
     }
     words = ("{:.2f} s".format, format_bytes, format_bytes)
     names = [way.way for way in ways]
