@@ -68,7 +68,7 @@ os.fsync = fsync_unless_quick
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of ``-n auto``: more workers than cores, as many tests wait for a disk, a timeout or other programs."""
-    return 2 * len(os.sched_getaffinity(0)) + 1
+    return max(2, 2 * len(os.sched_getaffinity(0)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
