@@ -20,7 +20,8 @@ share a loader ask for a row once a step.
 *Training.* The same, run: GraphSAGE with DistributedDataParallel, whose gradients no sender slows down. Rows
 of other hosts come beside the training; "waits" is how long the loop had no mini-batch. The model takes so
 long on one core that a gigabit a second is not what binds; a tenth of it stands for a model that is ten times
-as fast. ``--training`` does this alone, and the exchange: where each host has cores of its own, as hosts do.
+as fast. ``--training`` does this alone, the exchange, and the costs of an id: where each host has cores of
+its own, as hosts do.
 """
 
 from __future__ import annotations
@@ -96,7 +97,12 @@ def lookup_nanoseconds(one: Recorded, store: featstore.Store, rounds: int = 5) -
 @click.command()
 @click.option("--graph", type=click.Path(exists=True, path_type=Path), help="A real graph, .npz.")
 @click.option("--namespaces", "shaped", is_flag=True, help="A network namespace a host; takes root.")
-@click.option("--training", "only_training", is_flag=True, help="Only what trains, and the exchange.")
+@click.option(
+    "--training",
+    "only_training",
+    is_flag=True,
+    help="Only what trains, the exchange, and the costs of an id.",
+)
 @shared_options("128MiB", "16MiB", rounds=1)
 def main(settings: Settings, graph: Path | None, shaped: bool, only_training: bool) -> None:
     workspace, quick = settings.workspace, settings.quick

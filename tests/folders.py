@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +22,10 @@ def memory_folder() -> Path | None:
     if not os.access(MEMORY, os.W_OK) or not room():
         return None
     for left in MEMORY.glob(f"{_PREFIX}*"):
-        process = left.name.removeprefix(_PREFIX)
+        process = left.name.removeprefix(_PREFIX).partition("-")[0]
         if not Path("/proc", process).exists():
             shutil.rmtree(left, ignore_errors=True)
-    path = MEMORY / f"{_PREFIX}{os.getpid()}"
-    path.mkdir(exist_ok=True)
-    return path
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=MEMORY))
 
 
 def room() -> bool:

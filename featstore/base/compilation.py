@@ -177,7 +177,7 @@ def _keep(kernel: Any, cache: _Cache) -> None:
 @contextmanager
 def _no_collections() -> Iterator[None]:
     """No garbage is looked for meanwhile: numba makes many objects that refer to each other, hardly any of
-    them garbage, and looking takes a quarter of the time of compiling."""
+    them garbage, and looking takes about a fifth of the time of compiling."""
     enabled = gc.isenabled()
     gc.disable()
     try:
