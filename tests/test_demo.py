@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -223,7 +224,8 @@ def test_an_array_loader_ends_in_time(graph: Any, topology: Any) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_all_ways(tmp_path: Path) -> None:
+def test_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stages: list[str] = []
     said: list[str] = []
 
@@ -231,7 +233,7 @@ def test_all_ways(tmp_path: Path) -> None:
         no_progress(stage, done, total)
         stages.append(stage)
 
-    report = run(recipe=TINY, workdir=tmp_path, progress=note, say=said.append, **SMALL)
+    report = run(recipe=TINY, progress=note, say=said.append, **SMALL)
     ways = {way.way: way for way in report.ways}
     assert tuple(ways) == WAYS
     assert report.good, [(way.way, report.wrong(way)) for way in report.ways]
@@ -250,9 +252,7 @@ def test_all_ways(tmp_path: Path) -> None:
     assert set(partitions.digests).isdisjoint(memory.digests)
     assert all(way.epoch_steps[0] > 0 and len(way.epoch_seconds) == 2 for way in report.ways)
     assert (report.table_bytes, report.test_count, report.test_total) == (3000 * 256, 2400, 2400)
-    assert [path.name for path in tmp_path.iterdir()] == ["store"], "kept where it was asked for, alone"
-    with featstore.open(tmp_path / "store") as store:
-        assert store.tables["features"].rows == 3000
+    assert list(tmp_path.iterdir()) == [], "nothing is kept that nobody asked for"
     assert {"generate", "pack", *(f"{way}: train" for way in WAYS)} <= set(stages)
     assert set(json.loads(json.dumps(report.to_json()))["ways"]) == set(WAYS)
     assert said[0] == "making up a graph of 3,000 nodes"
@@ -419,23 +419,28 @@ def write_npz(path: Path, scratch: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_has_the_ways_asked_for(tmp_path: Path) -> None:
-    """As a user runs it, workers and all; those of all ways are in :func:`test_all_ways`, and a worker of
-    mode rolling trains in ``properties/test_outside.py``."""
+    """As a user runs it, workers and all; those of all ways are in :func:`test_all_ways`. Beside the store
+    that it is asked for, it leaves nothing."""
     write_npz(tmp_path / "graph.npz", tmp_path)
+    asked = tmp_path / "asked"
     command = [
         sys.executable, "-m", "featstore_cli", "demo", "--data", str(tmp_path / "graph.npz"), "--json",
-        "--memory", "32MiB", "--epochs", "2", "--mode", "np.memmap",
+        "--memory", "32MiB", "--epochs", "2", "--mode", "np.memmap", "--mode", "rolling",
+        "--workdir", str(asked),
     ]  # fmt: skip
-    (tmp_path / "tmp").mkdir()
-    torchs = tmp_path / "torch"  # a cache that it makes by itself
+    for folder in (asked, tmp_path / "tmp", tmp_path / "cache"):
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+        (folder / "featstore-demo-mine").mkdir()
+    torchs, made = tmp_path / "torch", asked / "store"  # the first is a cache that torch makes by itself
 
     def there() -> list[Path]:
-        return sorted(path for path in tmp_path.rglob("*") if torchs not in (path, *path.parents))
+        return sorted(p for p in tmp_path.rglob("*") if not {torchs, made} & {p, *p.parents})
 
     before = there()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "tmp"),
-        "TORCHINDUCTOR_CACHE_DIR": str(torchs),
+        "TORCHINDUCTOR_CACHE_DIR": str(torchs), "FEATSTORE_CACHE": str(tmp_path / "cache"),
     }  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=390, check=False, cwd=tmp_path
@@ -443,7 +448,7 @@ def test_the_command_has_the_ways_asked_for(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["schema"], found["good"]) == ("featstore.demo/2", True)
-    assert tuple(found["ways"]) == ("memory", "np.memmap")
+    assert tuple(found["ways"]) == ("memory", "np.memmap", "rolling")
     for way in found["ways"].values():
         assert 0 < way["baseline_rss_bytes"] <= way["peak_rss_bytes"]
         assert way["later_epoch_seconds"] is None or way["later_epoch_seconds"] > 0
@@ -453,6 +458,8 @@ def test_the_command_has_the_ways_asked_for(tmp_path: Path) -> None:
     assert mapped["bounded"] is possible
     assert mapped["note"].startswith("page cache and" if possible else "THE PAGE CACHE WAS NOT BOUNDED")
     assert there() == before, "nothing stays"
+    with featstore.open(made) as store:
+        assert store.tables["features"].rows == 3000
 
 
 def shown(report: DemoReport) -> str:

@@ -291,9 +291,9 @@ def builtin_errors(files: Sources) -> list[str]:
     for path, text in library(files).items():
         for node in walked(parsed(text)):
             called = node.exc if isinstance(node, ast.Raise) else None
-            name = (
-                called.func.id if isinstance(called, ast.Call) and isinstance(called.func, ast.Name) else ""
-            )
+            if not isinstance(called, ast.Call) or not isinstance(called.func, ast.Name):
+                continue
+            name = called.func.id
             kind = getattr(builtins, name, None)
             if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is MemoryError:
                 continue

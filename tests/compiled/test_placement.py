@@ -432,11 +432,11 @@ def test_what_is_written_must_pay(
 ) -> None:
     """With a price of writing, reading and writing together are close to the least that there is."""
     monkeypatch.setattr(ch, "EXACT_IDS", exact_ids)
-    table_rows, (exponent, dropped) = 1500, TRACES[name]
-    misses = written(tmp_path / "misses", power_law(table_rows, 12, 300, exponent, dropped=dropped))
+    table_rows, (exponent, dropped) = 700, TRACES[name]
+    misses = written(tmp_path / "misses", power_law(table_rows, 10, 140, exponent, dropped=dropped))
     layout = TableLayout.choose(table_rows, row_bytes)
     force = BruteForce(
-        misses, table_rows, layout, DEFAULT, group_sizes=range(1, 13), extent_bytes_max=EXTENT_BYTES
+        misses, table_rows, layout, DEFAULT, group_sizes=range(1, 11), extent_bytes_max=EXTENT_BYTES
     )
     whole, places = misses.total * row_bytes, []
     for limit in (None, whole // 2):

@@ -451,9 +451,9 @@ def test_a_lane_cancelled_before_it_starts(bench: Bench, made: Engine) -> None:
 
 
 def test_lanes_cancelled_while_they_run(tmp_path: Path, made: Engine) -> None:
-    bench = Bench(tmp_path / "table", 4000, 4096, made.access)
-    for _ in range(5):
-        lanes = [bench.lane(np.random.default_rng(k).permutation(4000)) for k in range(4)]
+    bench = Bench(tmp_path / "table", 2000, 4096, made.access)
+    for _ in range(3):
+        lanes = [bench.lane(np.random.default_rng(k).permutation(2000)) for k in range(4)]
         for lane in lanes:
             made.start(lane.lane)
         for lane in lanes[::2]:

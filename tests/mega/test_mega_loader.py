@@ -278,7 +278,7 @@ def test_their_number_is_known_beforehand(
     before = loader.sets.stats().bytes_read
     expected = len(loader)
     assert loader.sets.stats().bytes_read == before
-    for _ in range(3):
+    for _ in range(2):
         assert len(list(loader)) == expected
         expected = len(loader)
 
@@ -361,7 +361,7 @@ def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., PartitionsLo
     ):
         if number % max(1, len(whole) // 6) and number + 1 < len(whole) // 2:
             continue
-        if number > len(whole) * 2 // 3:
+        if number > len(whole) // 2 + 3:  # some in the second epoch
             break
         resumed = open_(**options)
         resumed.load_state(json.loads(state))

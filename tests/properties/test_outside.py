@@ -299,19 +299,6 @@ def test_what_is_not_ours_stays_as_it_is(
         assert now == around, actions
 
 
-def demo_graph(path: Path) -> None:
-    """The smallest graph that a demo trains on; of one class, so that no way is less accurate."""
-    rng, nodes = np.random.default_rng(0), 120
-    targets, split = np.sort(rng.integers(0, nodes, nodes * 5)), rng.permutation(nodes)
-    np.savez(
-        path, indptr=np.searchsorted(targets, np.arange(nodes + 1)), labels=np.zeros(nodes, int),
-        indices=rng.integers(0, nodes, nodes * 5).astype(np.int32),
-        features=rng.standard_normal((nodes, 8)).astype(np.float32),
-        train_idx=split[:40], test_idx=split[80:],
-    )  # fmt: skip
-
-
-DEMO = ("demo", "--data", "{root}/graph.npz", "--epochs", 1, "--batch-size", 40)
 #: Commands that measure or train, and what they may write beside the store: nothing but what they are asked
 #: to keep.
 LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
@@ -330,11 +317,8 @@ LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
          "--seconds", 1, "--share", 1),
         set(),
     ),
-    "demo": (  # without --workdir: test_demo.py
-        (*DEMO, "--mode", "rolling", "--workdir", "{asked}"),
-        {"asked/store"},
-    ),
 }  # fmt: skip
+ELSEWHERE = {"demo"}  # tests/test_demo.py: it starts processes that train
 
 
 def test_every_command_runs_here() -> None:
@@ -342,17 +326,11 @@ def test_every_command_runs_here() -> None:
     longer = {str(arguments[0]) for arguments, _ in LONGER.values()}
     short = {"export", "gc", "inspect", "verify", "explain", "pack", "sample", "split"}
     assert short <= {name.split()[0] for name in ACTIONS}
-    assert longer | short == set(cli.list_commands(click.Context(cli)))
+    assert longer | short | ELSEWHERE == set(cli.list_commands(click.Context(cli)))
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[pytest.mark.slow, pytest.mark.timeout(400)] if n == "demo" else [])
-        for n in LONGER
-    ],
-)
+@pytest.mark.parametrize("name", LONGER)
 def test_longer(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What measures or trains leaves nothing, either. (A short name: workers' sockets lie below, and their
     paths may have 107 bytes.)"""
@@ -364,7 +342,6 @@ def test_longer(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     )
     root = tmp_path / "root"
     surrounded(template, root)
-    demo_graph(root / "graph.npz")
     edges = np.random.default_rng(0).integers(0, ROWS, (2, 200))
     featstore.pack(root / "graph", FEATURES, graph=edges, topology=True).close()
     for place in ("s", "outside/s", "asked", "cache", "tmp", "."):
@@ -390,12 +367,10 @@ def test_longer(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_demo_leaves_a_store_alone(template: Path, tmp_path: Path) -> None:
     surrounded(template, tmp_path)
-    demo_graph(tmp_path / "graph.npz")
     (tmp_path / "s").rename(tmp_path / "store")
     before = listing(tmp_path)
     for mode in ("online", "partitions"):
-        given = [str(a).format(root=tmp_path) for a in DEMO]
-        result = CliRunner().invoke(cli, [*given, "--mode", mode, "--workdir", str(tmp_path)])
+        result = CliRunner().invoke(cli, ["demo", "--mode", mode, "--workdir", str(tmp_path)])
         assert result.exit_code == 1
         assert "would write its own store there" in result.stderr
     assert listing(tmp_path) == before
