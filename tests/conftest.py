@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ gc.disable()
 
 # Tests run in parallel as it is: threads of torch, here and in what tests start, would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+_ROOT = Path(__file__).resolve().parents[1]
 _CHILDREN = str(Path(__file__).parent / "children")
-_paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+_paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 if _CHILDREN not in _paths:  # a worker has it of who started it
     os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *_paths])
 
@@ -138,6 +140,19 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: TemporaryFolders)
 SMALL_CHUNK_BYTES = 16 * 1024
 
 PackSmall = Callable[..., "featstore.Store"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs that tests start import what is tested, also where that is installed: not the sources from
+    the folder where they start, nor from where modules of benchmarks look first. (Each would compile its
+    kernels anew.)"""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    if Path(featstore.__file__).parents[1] != _ROOT:
+        sys.path[:] = [path for path in sys.path if path != str(_ROOT)]
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -57,9 +57,8 @@ PYTHONS = pythons()
 
 
 def run(words: list[str], cwd: Path, path: Path | None = None) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
+    paths = [ROOT / "tests" / "children", *([] if path is None else [path])]  # and nothing else of here
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

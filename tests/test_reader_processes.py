@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -132,8 +133,9 @@ def test_a_program_that_forgets_its_reader_ends(store: featstore.Store, engine: 
         "print('end', flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(store.path), engine], capture_output=True, text=True, timeout=60
-    )
+        [sys.executable, "-c", program, str(store.path), engine], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"TEST_HOW_IT_ENDS": "1"},
+    )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 

@@ -48,7 +48,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, code: str = RUN, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", "PYTHONPATH")}
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
     return subprocess.run(  # bytecode that is kept knows a change by second and size: -B, none is
         [sys.executable, "-B", "-W", "default", "-c", code],
         cwd=folder, env={**environment, **variables}, capture_output=True, text=True, timeout=60, check=True,

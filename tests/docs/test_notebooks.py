@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,9 +71,8 @@ def test_its_cells_run(name: str, holds: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(program_of(cells_of(name)) + f"\n{holds}\n")
     done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

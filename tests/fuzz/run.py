@@ -203,11 +203,8 @@ def replay(folder: Path, given: argparse.Namespace) -> int:
     return int(finding is not None)
 
 
-sys.path[:0] = [
-    str(Path(__file__).parent),
-    str(Path(__file__).parents[2]),
-    str(Path(__file__).parents[2] / "tools"),
-]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("", "tools")]  # if nothing is installed
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     sys.exit(main())

@@ -226,7 +226,8 @@ def test_a_process_that_leaves_the_store_open_ends_as_it_would(folder: Path, how
         subprocess.Popen(
             [sys.executable, "-c", ENDS, how, str(folder / f"{how}.meeting"), str(rank)], cwd=folder,
             stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TEST_HOW_IT_ENDS": "1"},
         )
         for rank in range(2)
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_program_ends_with_a_loader_open(tmp_path: Path, mode: str) -> None:
     ).close()
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(tmp_path / "s"), mode],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"TEST_HOW_IT_ENDS": "1"},
     )  # fmt: skip
     assert (ran.returncode, ran.stdout.strip()) == (0, "one"), ran.stderr
     assert "Error" not in ran.stderr, ran.stderr
