@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 from featstore_cli.demo_page import page
 from featstore_cli.main import cli
-from featstore_demo import bounds, runner, training, worker
+from featstore_demo import bounds, runner, training, turns, worker
 from featstore_demo import graph as demo_graph
 from featstore_demo.graph import GraphRecipe, generate, load, read_topology, write_topology
 from featstore_demo.report import TOLERANCE, WAYS, DemoReport, Way, held_against, render
@@ -77,19 +78,30 @@ def topology(graph: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that train in this process, in no memory cgroup."""
 
-    def perform(job: Job, tell: Any) -> Any:
-        job.write(Path(job.directory) / "job.json")
-        found = worker.perform(
-            read_job(Path(job.directory) / "job.json"), lambda stage, *of: tell(f"{job.way}: {stage}", *of)
-        )
-        return json.loads(json.dumps(found))
+    class Here:
+        def __init__(self, job: Job, tell: Any) -> None:
+            self.job, self._tell = job, tell
+
+        def turn(self) -> None:
+            path, tell = Path(self.job.directory) / "job.json", self._tell
+            self.job.write(path)
+            found = worker.perform(
+                read_job(path), lambda stage, *of: tell(f"{self.job.way}: {stage}", *of), lambda seconds: None
+            )
+            self.results = json.loads(json.dumps(found))
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
 
     @contextmanager
     def no_group(limit_bytes: int) -> Iterator[Any]:
         assert limit_bytes >= 32 << 20
         yield None, "a test"
 
-    monkeypatch.setattr(runner, "_in_own_process", perform)
+    monkeypatch.setattr(runner, "Trainer", Here)
     monkeypatch.setattr(runner, "memory_group", no_group)
 
 
@@ -410,6 +422,101 @@ def test_no_memory_group_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "No such file or directory" in why
 
 
+#: A worker of two epochs, which counts all the while.
+COUNTS = """
+import ctypes, json, os, signal, sys, threading, time
+way = json.load(open(sys.argv[1]))["way"]
+if way == "prctl":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+count = 0
+def counting():
+    global count
+    while True:
+        count += 1
+        time.sleep(0.001)
+threading.Thread(target=counting, daemon=True).start()
+print(json.dumps({"event": "progress", "stage": "train", "done": 1, "total": 2}), flush=True)
+print(json.dumps({"event": "epoch", "seconds": 1.5}), flush=True)
+before = count
+os.kill(os.getpid(), signal.SIGSTOP)
+if way == "dies":
+    sys.exit("for a reason")
+found = {"count": count - before, "pid": os.getpid()}
+good, bad = {"event": "done", "results": found}, {"event": "error", "message": "no"}
+print(json.dumps(good if way == "good" else bad))
+"""
+
+
+@pytest.fixture
+def counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a trainer of :data:`COUNTS`."""
+    monkeypatch.setattr(turns, "_START_WORKER", COUNTS)
+    told: list[tuple[str, int, int]] = []
+    plan = TrainingPlan(2, 1, (1,), 1, 0, 1, 1)
+
+    def made(way: str) -> turns.Trainer:
+        return turns.Trainer(
+            Job(plan, way, str(tmp_path), str(tmp_path), 1), lambda *event: told.append(event)
+        )
+
+    return made
+
+
+def test_who_has_no_turn_stands_still(counts: Any) -> None:
+    with counts("good") as one:
+        assert one.turn() == 1.5
+        time.sleep(0.3)
+        assert one.turn() is None
+        assert one.results["count"] < 200, "it would have counted further meanwhile"
+    assert not Path(f"/proc/{one.results['pid']}").exists()
+
+
+def test_a_trainer_that_fails_is_an_error(counts: Any) -> None:
+    for way, what in (("bad", "bad: no .--memory"), ("dies", r"\(dies\) ended with 1:\nfor a reason")):
+        with counts(way) as one:
+            one.turn()
+            with pytest.raises(FeatstoreError, match=what):
+                one.turn()
+    with counts("good") as one:
+        one.turn()
+    assert one._process.poll() == -9, "one that is left in the middle is ended"
+
+
+def test_who_stands_still_ends_with_its_parent(graph: Any, tmp_path: Path) -> None:
+    """Also where that cannot end it."""
+    write_topology(graph, tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as parent:  # fmt: skip
+        assert parent.stdout is not None
+        child = Path("/proc", parent.stdout.readline().strip())
+        assert child.name.isdigit()
+        assert child.exists()
+        parent.kill()
+    end = time.monotonic() + 10
+    while child.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+PARENT = """
+import sys, time
+from featstore_demo import turns
+from featstore_demo.training import TrainingPlan
+from featstore_demo.turns import Trainer
+from featstore_demo.worker import Job
+turns._START_WORKER = turns._START_WORKER.replace("import serve;", (
+    "import serve; import featstore_demo.worker as w; w.perform = lambda job, tell, end: end(1.0) or {};"
+))
+job = Job(TrainingPlan(2, 1, (1,), 1, 0, 1, 1), "memory", sys.argv[1], sys.argv[1], 1)
+trainer = Trainer(job, print)
+trainer.turn()
+print(trainer._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
 def write_npz(path: Path, scratch: Path) -> None:
     made = generate(scratch, TINY)
     write_topology(made, scratch)
@@ -539,7 +646,7 @@ def test_what_places_rows_is_rehearsed_in_the_least_memory(
     job = Job(
         TrainingPlan(2, 64, (2,), 16, 0, 4, 64), way, str(tmp_path / "all"), str(tmp_path / "store"), 100
     )
-    worker.perform(job, lambda stage, done, total: None)
+    worker.perform(job, lambda stage, done, total: None, lambda seconds: None)
     least = [("tiny", 1), ("tiny", 10), ("tiny", 25)] if way == "rolling" else []
     assert ran == [("tiny", 100), *least, ("all", 100)]
 
@@ -553,4 +660,4 @@ def test_a_need_that_does_not_grow_is_told(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(worker, "_from_store", never)
     job = Job(TrainingPlan(2, 64, (2,), 16, 0, 4, 64), "rolling", str(tmp_path), str(tmp_path / "store"), 100)
     with pytest.raises(BudgetError):
-        worker.perform(job, lambda stage, done, total: None)
+        worker.perform(job, lambda stage, done, total: None, lambda seconds: None)

@@ -248,8 +248,9 @@ def heading(report: DemoReport) -> str:
 def notes(report: DemoReport) -> list[str]:
     """What is to be known of some ways, and what the columns of the table mean."""
     return [f"{way.way}: {way.note}" for way in report.ways if way.note] + [
-        "ready: before epoch 0. an epoch: the median of those after epoch 0. waiting: of it, without a "
-        "mini-batch to train on; from memory that is sampling and copying. read: from disk, in all. "
+        "ready: before epoch 0. an epoch: the median of those after epoch 0, which ways train in turn. "
+        "waiting: of it, without a mini-batch to train on; from memory that is sampling and copying. read: "
+        "from disk, in all. "
         "peak: memory beyond what the process held before the first row, the training itself included. "
         "same losses: to the bit as from memory, where mini-batches are the same; compiled repeats those "
         "of epoch 0, partitions draws others. accuracy: on test nodes; =: the same weights. ~: extrapolated."

@@ -3,15 +3,13 @@
 1. A graph is made up (:func:`featstore_demo.graph.generate`) or loaded from an .npz file.
 2. It is packed into a store.
 3. A worker process for each way trains the same model by the same loop: by the modes of the store's loader
-   within the given memory, with all rows in memory, and by np.memmap within the same memory.
+   within the given memory, and with all rows in memory, an epoch each in turn; then by np.memmap within the
+   same memory.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,23 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from featstore.errors import ArgumentError, FeatstoreError, SourceError, StoreExistsError
+from featstore.errors import ArgumentError, SourceError, StoreExistsError
 from featstore.units import format_bytes, parse_bytes
 from featstore_demo.bounds import memory_group
 from featstore_demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
 from featstore_demo.report import WAYS, DemoReport, Way, held_against
 from featstore_demo.training import TrainingPlan, digest
+from featstore_demo.turns import Trainer
 from featstore_demo.worker import Job, Progress, read_ids, tiny_of
 
 __all__ = ["run"]
 
 # Rows that are read for each seed cost memory and time by their bytes: (largest row, seeds, fan-outs).
 _SHAPES = ((2 << 10, 128, (5, 3, 2)), (8 << 10, 64, (5, 3, 2)), (None, 32, (4, 3, 2)))
-# The worker imports from where its parent does: an installed package, or a checkout.
-_START_WORKER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from featstore_demo.worker import serve; serve(sys.argv[1])"
-)
 _PACK_MEMORY = "512MiB"
 _STEPS_WANTED = 400
 _EVALUATION_BYTES = 1 << 30
@@ -255,12 +249,14 @@ class _Ways:
 
     def train(self, wanted: Sequence[str], memmap_seconds: float) -> tuple[Way, ...]:
         """The ways wanted, and memory, in the order of :data:`WAYS`."""
-        found: dict[str, Any] = {}
         # Modes first: what they refuse, too little memory, is known soon.
-        for way in (way for way in WAYS[2:] if way in wanted):
-            other = way in ("compiled", "partitions")  # mini-batches, and so another model
-            found[way] = self._done(way, evaluate=other, keep_ids=way == "partitions")
-        memory = found["memory"] = self._done("memory", evaluate=True)
+        ways = [way for way in (*WAYS[2:], "memory") if way in wanted or way == "memory"]
+        jobs = []
+        for way in ways:
+            evaluate = way in ("memory", "compiled", "partitions")  # the others train memory's model
+            jobs.append(replace(self.job, way=way, evaluate=evaluate, keep_ids=way == "partitions"))
+        found = dict(zip(ways, self._in_turns(jobs)))
+        memory = found["memory"]
         if "np.memmap" in wanted:
             found["np.memmap"] = self._memmap(memory, memmap_seconds)
         rows = np.load(self.graph.features, mmap_mode="r", allow_pickle=False)
@@ -277,9 +273,10 @@ class _Ways:
         training = max(0, taken - self.graph.row_bytes * self.graph.node_count)
         with ExitStack() as stack:
             group, why = stack.enter_context(memory_group(self.job.memory_bytes + training))
-            results = self._done(
-                "np.memmap", group=None if group is None else str(group), seconds_max=seconds
+            job = replace(
+                self.job, way="np.memmap", group=None if group is None else str(group), seconds_max=seconds
             )
+            (results,) = self._in_turns([job])
         note = "page cache and training within the same memory, by a cgroup"
         if group is None:
             note = f"THE PAGE CACHE WAS NOT BOUNDED: {why}"
@@ -295,46 +292,23 @@ class _Ways:
         ids = read_ids(replace(self.job, way=way), results["row_counts"])
         return [digest(rows[nodes].view(np.ndarray)) for nodes in ids]
 
-    def _done(self, way: str, **more: Any) -> dict[str, Any]:
-        """What the worker of a way found."""
-        found = _in_own_process(replace(self.job, way=way, **more), self.tell)
-        epoch, waits = (median(found[name][1:] or found[name]) for name in ("epoch_seconds", "wait_seconds"))
-        about = "about " if found.get("extrapolated") else ""
-        self.say(f"{way}: {about}{epoch:.2f} s an epoch, of which {waits:.2f} s waiting")
-        return found
+    def _in_turns(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """What the processes of these jobs found, which have trained an epoch each in turn."""
+        with ExitStack() as stack:
+            trainers = [stack.enter_context(Trainer(job, self.tell)) for job in jobs]
+            going = trainers
+            for epoch in range(self.job.plan.epochs):
+                going = [one for one in going if self._turn(one, epoch)]
+            return [one.results for one in trainers]
 
-
-def _in_own_process(job: Job, tell: Progress) -> dict[str, Any]:
-    """Run a worker, pass its progress on, and return its results."""
-    name, scratch = job.way, Path(job.directory)
-    path = scratch / f"{name}.json"
-    job.write(path)
-    search = json.dumps([os.path.abspath(part) for part in sys.path])
-    results = message = None
-    # In all ways: PyTorch's threads that wait for each other leave the cores to whoever reads.
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    with (scratch / f"{name}.stderr").open("w+") as errors:
-        command = [sys.executable, "-P", "-c", _START_WORKER, str(path), search]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        ) as process:
-            assert process.stdout is not None
-            try:
-                for text in process.stdout:
-                    event = json.loads(text)
-                    if event["event"] == "progress":
-                        tell(f"{name}: {event['stage']}", event["done"], event["total"])
-                    else:
-                        results, message = event.get("results"), event.get("message")
-            except BaseException:
-                process.kill()
-                raise
-        if message is not None:
-            raise FeatstoreError(
-                f"{name}: {message} (--memory, memory=, gives all ways more; ways= leaves this one out)"
-            )
-        if process.returncode != 0 or results is None:
-            errors.seek(0)
-            tail = "".join(errors.readlines()[-15:]).strip()
-            raise FeatstoreError(f"the training process ({name}) ended with {process.returncode}:\n{tail}")
-    return dict(results)
+    def _turn(self, trainer: Trainer, epoch: int) -> bool:
+        """Whether there is another."""
+        seconds, way = trainer.turn(), trainer.job.way
+        if seconds is None:
+            found = trainer.results
+            usual, wait = (median(found[n][1:] or found[n]) for n in ("epoch_seconds", "wait_seconds"))
+            about = "about " if found.get("extrapolated") else ""
+            self.say(f"{way}: {about}{usual:.2f} s an epoch, of which {wait:.2f} s waiting")
+        elif epoch == 0 and way != "np.memmap":  # which may have ended in the middle of it
+            self.say(f"{way}: epoch 0 in {seconds:.2f} s")
+        return seconds is not None

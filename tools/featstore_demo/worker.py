@@ -1,15 +1,18 @@
 """Demo worker: one way to train in a process of its own, so that its peak memory is its own.
 
 :func:`serve` reads a job, trains, and writes one JSON object a line on stdout: ``progress`` events as it
-goes, and at the end ``done`` with the results, or ``error``. What libraries print goes to stderr. The parent
-is :mod:`featstore_demo.runner`.
+goes, ``epoch`` after each but the last, after which it stands still until it is continued, and at the end
+``done`` with the results, or ``error``. What libraries print goes to stderr. The parent is
+:mod:`featstore_demo.turns`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +30,8 @@ from featstore_demo.training import ArrayLoader, TrainingPlan, accuracy, digest,
 __all__ = ["Job", "perform", "read_ids", "read_job", "serve", "tiny_of"]
 
 Progress = Callable[[str, int, int], None]
+Turn = Callable[[float], None]
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ def read_job(path: Path) -> Job:
 
 def serve(path: str) -> None:
     """Perform the job saved at ``path`` and tell the parent on stdout."""
+    # Who stands still would not learn that its parent is gone.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with os.fdopen(os.dup(1), "w") as channel:
         os.dup2(2, 1)
 
@@ -79,18 +86,23 @@ def serve(path: str) -> None:
         def progress(stage: str, done: int, total: int) -> None:
             tell(event="progress", stage=stage, done=done, total=total)
 
+        def end_turn(seconds: float) -> None:
+            tell(event="epoch", seconds=seconds)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
         try:
-            tell(event="done", results=perform(read_job(Path(path)), progress))
+            tell(event="done", results=perform(read_job(Path(path)), progress, end_turn))
         except FeatstoreError as error:
             tell(event="error", message=str(error))
 
 
-def perform(job: Job, progress: Progress) -> dict[str, Any]:
+def perform(job: Job, progress: Progress, end_turn: Turn) -> dict[str, Any]:
     """Train in the job's way; returns what was measured, as JSON types: the fields of
-    :class:`featstore_demo.report.Way` that are no comparison."""
+    :class:`featstore_demo.report.Way` that are no comparison. ``end_turn`` is called after each epoch but the
+    last, with its seconds, and returns when the next may begin."""
     run = _from_array if job.way in ("memory", "np.memmap") else _from_store
     _rehearse(run, tiny_of(job))
-    return run(job, _Measured(job, progress))
+    return run(job, _Measured(job, progress, end_turn))
 
 
 def _rehearse(run: Callable[[Job, _Measured], Any], tiny: Job) -> None:
@@ -99,7 +111,7 @@ def _rehearse(run: Callable[[Job, _Measured], Any], tiny: Job) -> None:
 
     def once(memory_bytes: int) -> None:
         job = replace(tiny, memory_bytes=memory_bytes)
-        run(job, _Measured(job, lambda stage, done, total: None))
+        run(job, _Measured(job, lambda stage, done, total: None, lambda seconds: None))
 
     once(tiny.memory_bytes)
     if run is not _from_store:
@@ -170,8 +182,8 @@ def _from_store(job: Job, measured: _Measured) -> dict[str, Any]:
 class _Measured:
     """What is measured of a training run, as it goes."""
 
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self._job, self._progress = job, progress
+    def __init__(self, job: Job, progress: Progress, end_turn: Turn) -> None:
+        self._job, self._progress, self._end_turn = job, progress, end_turn
         self.losses: list[str] = []
         self.digests: list[str] = []
         self.row_counts: list[int] = []
@@ -219,7 +231,9 @@ class _Measured:
             self.epoch_steps.append(steps)
             self.epoch_seconds.append(now - self._began)
             self.wait_seconds.append(waited)
-        self._began = now
+            if len(self.epoch_steps) < self._job.plan.epochs:
+                self._end_turn(self.epoch_seconds[-1])
+        self._began = time.perf_counter()
 
     def results(self) -> dict[str, Any]:
         """As JSON types."""
