@@ -207,6 +207,9 @@ def _exchange(report: Report, workspace: Path, parts: Path, quick: bool) -> None
         f"{EXCHANGED:,} rows of {4 * COLUMNS} B either way, over a bare all_to_all_single of the same bytes"
     )
     report.claims.append(Claim(text, took["ours"] / took["bare"], 1.3, "<="))
+    alike = took["bare"] + took["gather"] + took["put"]
+    text = "the same, over that collective with torch's index_select before it and index_copy_ after it"
+    report.claims.append(Claim(text, took["ours"] / alike, 1.3, "<="))
     least = took["bare, cpu"] + took["gather, cpu"] + took["put, cpu"]
     text = "the same, a host's core: its time with rows gathered and put in their places, over the bare time"
     report.claims.append(Claim(text, least / took["bare"]))
