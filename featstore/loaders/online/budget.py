@@ -257,6 +257,7 @@ class BudgetSplit:
 def _held_at_least(asked: Demand, index: int | None, kept: bool) -> str:
     """What the smallest budget is for, in words."""
     which = "mini-batches" if index is None else f"mini-batches as large as number {index}"
-    rows = f"of {format_bytes(asked.row_bytes)} each" if asked.row_bytes else "without rows"
+    size = format_bytes(asked.row_bytes)
+    rows = f"of {size} each, less with fewer seeds or neighbours" if asked.row_bytes else "without rows"
     static = " and the static rows asked for" if kept else ""
     return f"hold the reader, two {which} ({rows}), a few slots{static}"
