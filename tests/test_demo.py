@@ -26,7 +26,7 @@ from featstore_cli.main import cli
 from featstore_demo import bounds, runner, training, turns, worker
 from featstore_demo import graph as demo_graph
 from featstore_demo.graph import GraphRecipe, generate, load, read_topology, write_topology
-from featstore_demo.report import TOLERANCE, WAYS, DemoReport, Way, held_against, render
+from featstore_demo.report import COLUMNS, MEANINGS, TOLERANCE, WAYS, DemoReport, Way, held_against, render
 from featstore_demo.runner import run
 from featstore_demo.training import ArrayLoader, TrainingPlan, accuracy, digest, train
 from featstore_demo.worker import Job, read_job
@@ -290,6 +290,7 @@ def the_page_says_the_same(report: DemoReport) -> None:
     for word in ("<script", "http", " src=", " href="):
         assert word not in text.lower()
     assert all(text.count(f"<td class=fs-l>{way}</td>") == 1 for way in WAYS)
+    assert all(name in (*COLUMNS, "~") and safe(meaning) in text for name, meaning in MEANINGS.items())
     (drawn,) = re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)
     ElementTree.fromstring(drawn)
     assert drawn.count("<rect") == 6 * (2 + 1) + sum(

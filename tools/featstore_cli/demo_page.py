@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from featstore_demo.report import COLUMNS, DemoReport, cells, facts, heading, notes, verdict
+from featstore_demo.report import COLUMNS, MEANINGS, DemoReport, cells, facts, heading, notes, verdict
 
 from featstore.base.sheets import Grid, Sheet, safe
 from featstore.units import format_bytes
@@ -20,7 +20,7 @@ def page(report: DemoReport) -> str:
     body = (
         f"<p>{'' if good else '<strong>'}{safe(text)}{'' if good else '</strong>'}</p>"
         f"<section><h2>What an epoch takes, and what it needs</h2>{_picture(report)}</section>"
-        f"<section><h2>Every way to train</h2>{table.html()}{told}</section>"
+        f"<section><h2>Every way to train</h2>{table.html()}{told}{Sheet('', MEANINGS).html()}</section>"
         f"<section><h2>What was done</h2>{Sheet('', dict(facts(report))).html()}</section>"
     )
     return document("demo", heading(report), body)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 __all__ = [
-    "COLUMNS", "TOLERANCE", "WAYS", "DemoReport", "Way", "cells", "facts", "heading", "held_against", "notes",
-    "render", "verdict",
+    "COLUMNS", "MEANINGS", "TOLERANCE", "WAYS", "DemoReport", "Way", "cells", "facts", "heading",
+    "held_against", "notes", "render", "verdict",
 ]  # fmt: skip
 
 SCHEMA = "featstore.demo/2"
@@ -30,10 +30,21 @@ WAYS = ("memory", "np.memmap", "online", "compiled", "rolling", "partitions")
 #: By how much test accuracy may fall short where mini-batches differ. On the made-up graph seed 0 gave 0.9
 #: points less in mode partitions and 0.3 in mode compiled; rows of wrong nodes would cost tens of points.
 TOLERANCE = 0.05
-#: Of the table; how many letters a bar has.
+#: Of the table; what they mean; how many letters a bar has.
 COLUMNS = (
     "ready", "epoch 0", "an epoch", "waiting", "x memory", "read", "peak", "same losses", "accuracy",
 )  # fmt: skip
+MEANINGS = {
+    "ready": "before epoch 0",
+    "an epoch": "the median of those after epoch 0, which ways train in turn",
+    "waiting": "of it, without a mini-batch to train on; from memory that is sampling and copying",
+    "read": "from disk, in all",
+    "peak": "memory beyond what the process held before the first row, the training itself included",
+    "same losses": "to the bit as from memory, where mini-batches are the same; compiled repeats those of "
+    "epoch 0, partitions draws others",
+    "accuracy": "on test nodes; =: the same weights",
+    "~": "extrapolated",
+}
 _BAR = 50
 
 
@@ -234,7 +245,8 @@ def render(report: DemoReport) -> Group:
         table.add_row(way.way, *cells(report, way))
     text, good = verdict(report)
     style = "bold green" if good else "bold red"
-    told = [Text(note) for note in notes(report)]
+    meanings = " ".join(f"{name}: {meaning}." for name, meaning in MEANINGS.items())
+    told = [Text(note) for note in (*notes(report), meanings)]
     picture = [Text(line, no_wrap=True) for line in _picture(report)]
     return Group(done, Text(), table, Text(), *picture, Text(), *told, Text(), Text(text, style=style))
 
@@ -246,15 +258,8 @@ def heading(report: DemoReport) -> str:
 
 
 def notes(report: DemoReport) -> list[str]:
-    """What is to be known of some ways, and what the columns of the table mean."""
-    return [f"{way.way}: {way.note}" for way in report.ways if way.note] + [
-        "ready: before epoch 0. an epoch: the median of those after epoch 0, which ways train in turn. "
-        "waiting: of it, without a mini-batch to train on; from memory that is sampling and copying. read: "
-        "from disk, in all. "
-        "peak: memory beyond what the process held before the first row, the training itself included. "
-        "same losses: to the bit as from memory, where mini-batches are the same; compiled repeats those "
-        "of epoch 0, partitions draws others. accuracy: on test nodes; =: the same weights. ~: extrapolated."
-    ]
+    """What is to be known of some ways."""
+    return [f"{way.way}: {way.note}" for way in report.ways if way.note]
 
 
 def verdict(report: DemoReport) -> tuple[str, bool]:
