@@ -26,7 +26,7 @@ _START_WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from featstore_demo.worker import serve; serve(sys.argv[1])"
 )
-_STANDS, _ENDED = "T", "ZX"  # states of a process, as /proc has them
+_STANDS, _ENDED = "Tt", "ZX"  # states of a process, as /proc has them
 
 
 class Trainer:
