@@ -79,7 +79,8 @@ def plan_memory(
         "staging": budget.staging_bytes, "planning": budget.scratch_bytes,
         "rows that stay": budget.tier_bytes,
     }  # fmt: skip
-    share = memory_bytes // SAMPLER_SHARE
+    on_disk = 8 * sizes.nodes + 2 * need.row_map_bytes  # offsets and maps, without which nothing is sampled
+    share = max(memory_bytes // SAMPLER_SHARE, min(on_disk, sizes.graph_bytes))
     sampler, graph = (share, "from disk") if sizes.graph_bytes > share else (sizes.graph_bytes, "in memory")
     nodes = rows_at_most(batch_size, fanouts, sizes.nodes)
     loader = {

@@ -53,9 +53,9 @@ def sampler_within(
 
 
 def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> MemoryShares:
-    """Give the sampler less where its share leaves too little for two mini-batches, but enough for
-    mini-batches half as large again as the first. Raises BudgetError, also where it has too little for the
-    seeds of a mini-batch."""
+    """Give the sampler less where its share leaves too little for two mini-batches, and enough, which may be
+    more, for mini-batches half as large again as the first. Raises BudgetError, also where it has too little
+    for the seeds of a mini-batch."""
     sampler = made.drawn_by
     if isinstance(sampler, HostsSampler):
         with shares.told_of_all():
@@ -69,7 +69,7 @@ def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> Memor
     with shares.told_of_all():
         wanted = wanted_bytes(memory, len(made[0].node), table)
     shares = replace(shares, rows_wanted_bytes=wanted, least_bytes=sampler.least_bytes)
-    if shares.sampler_bytes < min(share, shares.graph_bytes):
+    if shares.sampler_bytes > share or shares.sampler_bytes < min(share, shares.graph_bytes):
         sampler.close()
         with shares.told_of_all():
             made.draw_by(sampler.with_memory(shares.sampler_bytes))
@@ -87,9 +87,10 @@ def typed_sampler_within(
     whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
     if whole > shares.sampler_bytes:
         on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed)
-        shares = replace(shares, graph_bytes=whole, least_bytes=least_on_disk(on_disk))
-        with shares.told_of_all():
-            return on_disk(shares.sampler_bytes), shares
+        divided = replace(shares, graph_bytes=whole, least_bytes=least_on_disk(on_disk))
+        if whole > divided.sampler_bytes:
+            with divided.told_of_all():
+                return on_disk(divided.sampler_bytes), divided
     left = shares.memory_bytes - whole
     shares = replace(shares, memory_bytes=left, beside_bytes=shares.beside_bytes + whole)
     made = TypedInMemory(store, node_type, fanouts, seed, options=options.read())

@@ -2,7 +2,8 @@
 
 A neighbour in memory saves more than a row does, so the sampler takes up to a third. Where that leaves too
 little for two mini-batches (of which :func:`wanted_bytes` has an idea, from the first), the rows come first,
-and the sampler has what is left, but no less than it needs.
+and the sampler has what is left. It has what it needs to sample at all, which of a graph of many nodes may be
+most of the memory, where that leaves what any reader takes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from featstore.errors import BudgetError
 from featstore.plan.budget import reader_bytes
 from featstore.storage.store import Table
 
-#: A sampler has one part in so many of the memory, at most.
+#: A sampler has one part in so many of the memory, where it needs no more.
 SAMPLER_SHARE = 3
+ROWS_BYTES_MIN = 6 << 20  # are left by a sampler that has more
 _BATCHES, _SPARE_BYTES = 2.5, 2**20  # two mini-batches that are a quarter larger than the first; their ids
 
 
@@ -41,7 +43,7 @@ def rows_at_most(batch_size: int, fanouts: Sequence[int], nodes: int) -> int:
 @dataclass(frozen=True)
 class MemoryShares:
     """``memory_bytes`` of sampler and rows; a sampler takes ``graph_bytes`` if that is less than its share, 0
-    where there is none, and ``least_bytes`` at least. ``rows_wanted_bytes``: what the rows need, about, 0
+    where there is none, and needs ``least_bytes``. ``rows_wanted_bytes``: what the rows need, about, 0
     while nobody knows. ``beside_bytes``: what else the loader's memory holds, arrays for instance."""
 
     memory_bytes: int
@@ -54,7 +56,8 @@ class MemoryShares:
     def sampler_bytes(self) -> int:
         """What a sampler may take."""
         third, left = self.memory_bytes // SAMPLER_SHARE, self.memory_bytes - self.rows_wanted_bytes
-        return max(1, min(third, max(self.least_bytes, left)))
+        most = max(third, self.memory_bytes - ROWS_BYTES_MIN)
+        return max(1, min(most, max(self.least_bytes, min(third, left))))
 
     @property
     def rows_bytes(self) -> int:
@@ -85,12 +88,15 @@ class MemoryShares:
 
     def memory_for_sampler(self, needed_bytes: int) -> int:
         """The smallest memory of which a sampler may take so much."""
-        after_rows = 0 if needed_bytes <= self.least_bytes else self.rows_wanted_bytes + needed_bytes
-        return max(SAMPLER_SHARE * needed_bytes, after_rows)
+        if needed_bytes <= self.least_bytes:
+            return min(SAMPLER_SHARE * needed_bytes, needed_bytes + ROWS_BYTES_MIN)
+        return max(SAMPLER_SHARE * needed_bytes, self.rows_wanted_bytes + needed_bytes)
 
     def memory_for_rows(self, needed_bytes: int) -> int:
         """The smallest memory that leaves so much for the rows."""
-        share = -(-needed_bytes // (SAMPLER_SHARE - 1))
-        if needed_bytes <= self.rows_wanted_bytes:
-            share = min(share, self.least_bytes)
+        share, of_third = self.least_bytes, -(-needed_bytes // (SAMPLER_SHARE - 1))
+        if needed_bytes > self.rows_wanted_bytes:
+            share = max(share, of_third)
+        if needed_bytes <= ROWS_BYTES_MIN:
+            share = min(share, of_third)
         return needed_bytes + min(self.graph_bytes, share)

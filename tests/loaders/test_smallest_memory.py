@@ -106,3 +106,36 @@ def test_what_reads_rows_of_a_mebibyte_is_counted_in_too(pack: Any, tmp_path: Pa
         else:
             pytest.fail("what was named is not enough")
     assert memory < 60 * 2**20
+
+
+MANY = 600_000  # nodes: offsets and maps of 16 bytes each, 9.2 MiB, are most of the memory
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    path, sources = tmp_path_factory.mktemp("many") / "s", np.random.default_rng(0).integers(0, MANY, MANY)
+    x = np.arange(2 * MANY, dtype=np.float32).reshape(MANY, 2)
+    graph = (np.arange(MANY + 1), sources)
+    with featstore.pack(path, x, graph=graph, order="ldg", partitions=16) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_a_sampler_of_many_nodes_has_more_than_a_third(many: Any, mode: str) -> None:
+    """It was refused below three times of what it needs."""
+    memory, how = 1, {"seeds": np.arange(300), "fanouts": (2,), "batch_size": 50, "mode": mode}
+    how |= {} if mode == "online" else {"name": mode}
+    for _ in range(3):
+        try:
+            with many.loader(memory=memory, **how) as loader:
+                for batch in loader:
+                    np.testing.assert_array_equal(batch.x[:, 0], 2 * np.asarray(batch.n_id, np.float32))
+            break
+        except BudgetError as error:
+            assert error.given_bytes == memory < error.needed_bytes, "it is of all the memory"
+            memory = error.needed_bytes
+    else:
+        pytest.fail("what was named is not enough")
+    assert 16 * MANY < memory < 3 * (16 * MANY + 2 * 2**20)  # compiling takes 24 bytes a row
+    with pytest.raises(BudgetError):
+        many.loader(memory=16 * MANY, **how).close()

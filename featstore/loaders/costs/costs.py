@@ -26,7 +26,7 @@ from featstore.loaders.shares import MemoryShares, wanted_bytes
 from featstore.loaders.train import forecast_once
 from featstore.loaders.whole import WantedRows
 from featstore.reader.options import as_memory, check_reading
-from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler, sampler_needs
+from featstore.sampling.batches import SampledBatches, open_sampler, sampler_needs
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 
@@ -108,7 +108,8 @@ def loader_costs(
             own = OwnSampling(
                 seeds, args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"), graph
             )  # fmt: skip
-            shares = MemoryShares(memory_bytes, bytes_in_memory(graph_of(store, graph)))
+            whole, least = sampler_needs(store, own.fanouts, graph)
+            shares = MemoryShares(memory_bytes, whole, least_bytes=least)
             with shares.told_of_all():
                 sampler = open_sampler(
                     store, own.fanouts, seed=args.as_integer(seed, "seed"), graph=graph,
