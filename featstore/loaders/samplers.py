@@ -9,7 +9,7 @@ from typing import Any
 from featstore.errors import BudgetError, SourceError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
-from featstore.loaders.shares import MemoryShares, rows_at_most, wanted_bytes
+from featstore.loaders.shares import SAMPLER_SHARE, MemoryShares, rows_at_most, wanted_bytes
 from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.batches import (
     GraphSampler,
@@ -53,27 +53,53 @@ def sampler_within(
 
 
 def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> MemoryShares:
-    """Give the sampler less where its share leaves too little for two mini-batches, and enough, which may be
-    more, for mini-batches half as large again as the first. Raises BudgetError, also where it has too little
-    for the seeds of a mini-batch."""
+    """Give the sampler less where its share leaves too little for two mini-batches, and more where that is no
+    more than it is opened with: enough for mini-batches half as large again as the first. Raises BudgetError,
+    also where it has too little for the seeds of a mini-batch."""
     sampler = made.drawn_by
     if isinstance(sampler, HostsSampler):
         with shares.told_of_all():
             sampler.check_room(min(made.batch_size, len(made.train)))
     if not isinstance(sampler, StoredSampler):  # with the graph in memory, or of other hosts
         return shares
-    memory, share = shares.memory_bytes, shares.sampler_bytes
+    memory, of_third = shares.memory_bytes, shares.sampler_bytes <= shares.memory_bytes // SAMPLER_SHARE
     most = rows_at_most(made.batch_size, sampler.fanouts, table.rows)
-    if wanted_bytes(memory, most, table) <= shares.rows_bytes:
+    if of_third and wanted_bytes(memory, most, table) <= shares.rows_bytes:
         return shares
-    with shares.told_of_all():
-        wanted = wanted_bytes(memory, len(made[0].node), table)
+    nodes, sampler, shares = _first_nodes(made, sampler, shares)
+    share, wanted = shares.sampler_bytes, wanted_bytes(memory, nodes, table)
     shares = replace(shares, rows_wanted_bytes=wanted, least_bytes=sampler.least_bytes)
     if shares.sampler_bytes > share or shares.sampler_bytes < min(share, shares.graph_bytes):
-        sampler.close()
-        with shares.told_of_all():
-            made.draw_by(sampler.with_memory(shares.sampler_bytes))
+        _reopened(made, sampler, shares)
     return shares
+
+
+def _first_nodes(
+    made: RankedBatches, sampler: StoredSampler, shares: MemoryShares
+) -> tuple[int, StoredSampler, MemoryShares]:
+    """Nodes of the first mini-batch, and the sampler and the shares with which it could be sampled: from
+    disk, that takes more than opening the sampler did."""
+    while True:
+        try:
+            return len(made[0].node), sampler, shares
+        except BudgetError as error:
+            if error.given_bytes != shares.sampler_bytes:
+                raise
+            shares = replace(shares, least_bytes=error.needed_bytes)
+            if shares.sampler_bytes < error.needed_bytes:
+                beside = shares.beside_bytes
+                needed = shares.memory_for_sampler(error.needed_bytes) + beside
+                raise BudgetError(needed, shares.memory_bytes + beside, error.what) from None
+            sampler = _reopened(made, sampler, shares)
+
+
+def _reopened(made: RankedBatches, sampler: StoredSampler, shares: MemoryShares) -> StoredSampler:
+    """The sampler with its share."""
+    sampler.close()
+    with shares.told_of_all():
+        sampler = sampler.with_memory(shares.sampler_bytes)
+    made.draw_by(sampler)
+    return sampler
 
 
 def typed_sampler_within(
