@@ -83,13 +83,13 @@ def _first_nodes(
         try:
             return len(made[0].node), sampler, shares
         except BudgetError as error:
-            if error.given_bytes != shares.sampler_bytes:
+            given = shares.sampler_bytes
+            if error.given_bytes != given:
                 raise
             shares = replace(shares, least_bytes=error.needed_bytes)
-            if shares.sampler_bytes < error.needed_bytes:
-                beside = shares.beside_bytes
-                needed = shares.memory_for_sampler(error.needed_bytes) + beside
-                raise BudgetError(needed, shares.memory_bytes + beside, error.what) from None
+            if shares.sampler_bytes == given:  # there is no more
+                with shares.told_of_all():
+                    raise
             sampler = _reopened(made, sampler, shares)
 
 

@@ -61,6 +61,13 @@ def test_numbers_are_planned_as_a_store_of_them(call: Call, store: Path) -> None
     assert plans[0]["batch_nodes_most"] == plans[1]["batch_nodes_most"]
 
 
+def test_a_sampler_of_many_nodes_has_more_than_a_third(call: Call) -> None:
+    numbers = ["--nodes", 10**8, "--row-bytes", 8, "--edges", 10**9]
+    plan = parsed(call("plan-memory", *numbers, "--memory", "3GiB", "--json"))
+    assert (plan["graph"], plan["loader"]["graph"]) == ("from disk", 16 * 10**8)
+    assert plan["loader"]["kept rows"] > 0
+
+
 def test_what_people_read(call: Call) -> None:
     numbers = ["--nodes", 111_059_956, "--row-bytes", 512, "--edges", 1_615_685_872]
     text = call("plan-memory", *numbers, "--memory", "16GiB").stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +61,24 @@ def largest(store: Any, memory: int, way: dict[str, Any]) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_the_memory_that_is_named_works_and_much_less_does_not(store: Any, name: str) -> None:
-    way, memory, named = WAYS[name], 1, 0
-    if "device" in way:
-        pytest.importorskip("torch")
-    while True:
+def memory_named(train: Callable[[int], Any]) -> tuple[int, int, Any]:
+    """The memory that errors lead to, beginning with a byte; how many errors; and what ``train`` gave."""
+    memory = 1
+    for named in range(6):
         try:
-            rows_bytes = largest(store, memory, way)
-            break
+            return memory, named, train(memory)
         except BudgetError as error:
             assert error.given_bytes == memory < error.needed_bytes, "it is of all the memory"
-            memory, named = error.needed_bytes, named + 1
+            memory = error.needed_bytes
+    pytest.fail("what was named is not enough")
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_memory_that_is_named_works_and_much_less_does_not(store: Any, name: str) -> None:
+    way = WAYS[name]
+    if "device" in way:
+        pytest.importorskip("torch")
+    memory, named, rows_bytes = memory_named(lambda memory: largest(store, memory, way))
     # Mini-batches that are given are of one size: the first error knows. Those that are sampled grow.
     assert named == 1 or (named == 2 and ("sampled" in name or "ranks" in name))
     with pytest.raises(BudgetError):
@@ -92,19 +98,15 @@ def test_what_reads_rows_of_a_mebibyte_is_counted_in_too(pack: Any, tmp_path: Pa
     x = random.standard_normal((40, 2**18)).astype(np.float32)
     batches = [random.permutation(40)[:5] for _ in range(8)]
     how = {"mode": name.split(",")[0], "name": "large", **LARGE[name]}
-    memory = 1
     with pack(tmp_path / "s", x) as store:
-        for _ in range(3):  # to hold mini-batches, to decide and pack
-            try:
-                with store.loader(batches, memory=memory, **how) as loader:
-                    for batch, ids in zip(loader, batches, strict=False):
-                        np.testing.assert_array_equal(batch.x, x[ids])
-                break
-            except BudgetError as error:
-                assert error.given_bytes == memory < error.needed_bytes, "it is of all the memory"
-                memory = error.needed_bytes
-        else:
-            pytest.fail("what was named is not enough")
+
+        def train(memory: int) -> None:
+            with store.loader(batches, memory=memory, **how) as loader:
+                for batch, ids in zip(loader, batches, strict=False):
+                    np.testing.assert_array_equal(batch.x, x[ids])
+
+        memory, named, _ = memory_named(train)
+    assert named <= 2, "to hold mini-batches, to decide and pack"
     assert memory < 60 * 2**20
 
 
@@ -129,20 +131,17 @@ def test_a_sampler_of_many_nodes_has_more_than_a_third(
     many: Any, mode: str, batch_size: int, beside: int
 ) -> None:
     """It was refused below three times of what it needs."""
-    seeds, memory = np.arange(3 * batch_size), 1
+    seeds = np.arange(3 * batch_size)
     how: dict[str, Any] = {"seeds": seeds, "fanouts": (2, 2), "batch_size": batch_size, "mode": mode}
     how |= {} if mode == "online" else {"name": mode}
-    for _ in range(5):
-        try:
-            with many.loader(memory=memory, **how) as loader:
-                for batch in loader:
-                    np.testing.assert_array_equal(batch.x[:, 0], 2 * np.asarray(batch.n_id, np.float32))
-            break
-        except BudgetError as error:
-            assert error.given_bytes == memory < error.needed_bytes, "it is of all the memory"
-            memory = error.needed_bytes
-    else:
-        pytest.fail("what was named is not enough")
+
+    def train(memory: int) -> None:
+        with many.loader(memory=memory, **how) as loader:
+            for batch in loader:
+                np.testing.assert_array_equal(batch.x[:, 0], 2 * np.asarray(batch.n_id, np.float32))
+
+    memory, named, _ = memory_named(train)
+    assert named <= 4
     assert 16 * MANY < memory < 16 * MANY + beside * 2**20
     with pytest.raises(BudgetError):
         many.loader(memory=16 * MANY, **how).close()
