@@ -28,6 +28,7 @@ from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
+from featstore.loaders.samplers import rows_first
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.options import as_memory
 from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
@@ -138,6 +139,7 @@ class LinkNeighborLoader:
             )
             unnumbered = self._unnumbered = without_numbers(data, said.get("subgraph_type"))
             names, edges = typed_attached(data, attach, unnumbered), numbered(data, unnumbered)
+            tables = {name: data.tables[name] for name in data.node_types}
         else:
             of = graph_of(data, graph)
             self._batches, shares = _batches_of(
@@ -147,6 +149,8 @@ class LinkNeighborLoader:
                 attached(data, of.table.rows, attach, options),
                 edge_table_of(data, of.name, options.get("mode")),
             )
+            tables = {of.table.name: of.table}
+        self._shares = shares = rows_first(self._batches, tables, shares)
         with shares.told_of_all():
             self.loader = Loader(
                 data, self._batches, attach=names, memory=shares.rows_bytes, tensors=True, edge_table=edges,
@@ -166,19 +170,20 @@ class LinkNeighborLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            made = batch.pyg()
-            if self._type is None:
-                del made.batch_size  # PyG's mini-batches of links have none
-            else:
-                for kind in {self._type[0], self._type[2]}:
-                    made[kind].pop("batch_size", None)
-                put_links(made, batch.sample, self._type)
-                for edge_type in self._unnumbered:
-                    made[edge_type].pop("e_id", None)
-            del batch
-            yield made if self._transform is None else self._transform(made)
-            del made
+        with self._shares.told_of_all():
+            for batch in self.loader:
+                made = batch.pyg()
+                if self._type is None:
+                    del made.batch_size  # PyG's mini-batches of links have none
+                else:
+                    for kind in {self._type[0], self._type[2]}:
+                        made[kind].pop("batch_size", None)
+                    put_links(made, batch.sample, self._type)
+                    for edge_type in self._unnumbered:
+                        made[edge_type].pop("e_id", None)
+                del batch
+                yield made if self._transform is None else self._transform(made)
+                del made
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch."""

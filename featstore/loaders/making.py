@@ -217,7 +217,7 @@ class Making:
             check=self.whole.check_sampled, said=given.said,
         )  # fmt: skip
         made = self._divided(sampler, nodes, table.name, {"fanouts": fanouts, "graph": graph})
-        self.shares = rows_first(made, table, self.shares)
+        self.shares = rows_first(made, {table.name: table}, self.shares)
         return made
 
     def _divided(self, sampler: Any, seeds: Any, table: str, alike: dict[str, Any]) -> RankedBatches:
@@ -259,7 +259,10 @@ class Making:
             self.store, seeds, fanouts, self.shares, self._seed, self.given.said
         )
         alike = {"type": seeds.node_type, "fanouts": sampler.fanouts}
-        return self._divided(sampler, seeds.ids, seeds.node_type, alike)
+        made = self._divided(sampler, seeds.ids, seeds.node_type, alike)
+        tables = {name: self.store.tables[name] for name in self.store.node_types}
+        self.shares = rows_first(made, tables, self.shares)
+        return made
 
     def _seeds_of_a_step(self) -> dict[str, Any]:
         """How seeds are divided among ranks."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from featstore.errors import BudgetError, SourceError
 from featstore.hosts.sampler import HostsSampler
@@ -17,6 +17,7 @@ from featstore.sampling.batches import (
     open_sampler,
     sampler_needs,
 )
+from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.stored import StoredSampler
 from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
@@ -52,36 +53,55 @@ def sampler_within(
     return made, of.table, shares
 
 
-def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> MemoryShares:
+class Drawn(Protocol):
+    """Mini-batches that can be drawn by another sampler."""
+
+    @property
+    def drawn_by(self) -> Any: ...
+
+    def draw_by(self, sampler: Any) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def rows_first(made: Drawn, tables: Mapping[str, Table], shares: MemoryShares) -> MemoryShares:
     """Give the sampler less where its share leaves too little for two mini-batches, and more where that is no
-    more than it is opened with: enough for mini-batches half as large again as the first. Raises BudgetError,
-    also where it has too little for the seeds of a mini-batch."""
+    more than it is opened with: enough for mini-batches half as large again as the first. ``tables``: of the
+    mini-batches' nodes, the one or those of their types. Raises BudgetError, also where it has too little for
+    the seeds of a mini-batch."""
     sampler = made.drawn_by
-    if isinstance(sampler, HostsSampler):
+    if isinstance(sampler, HostsSampler) and isinstance(made, RankedBatches):
         with shares.told_of_all():
             sampler.check_room(min(made.batch_size, len(made.train)))
-    if not isinstance(sampler, StoredSampler):  # with the graph in memory, or of other hosts
+    if not isinstance(sampler, DiskSampler) or not len(made):  # the graph is in memory, or of other hosts
         return shares
     memory, of_third = shares.memory_bytes, shares.sampler_bytes <= shares.memory_bytes // SAMPLER_SHARE
-    most = rows_at_most(made.batch_size, sampler.fanouts, table.rows)
-    if of_third and wanted_bytes(memory, most, table) <= shares.rows_bytes:
-        return shares
-    nodes, sampler, shares = _first_nodes(made, sampler, shares)
-    share, wanted = shares.sampler_bytes, wanted_bytes(memory, nodes, table)
+    if of_third and isinstance(sampler, StoredSampler) and isinstance(made, RankedBatches):
+        [(name, table)] = tables.items()
+        most = rows_at_most(made.batch_size, sampler.fanouts, table.rows)
+        if wanted_bytes(memory, {name: most}, tables) <= shares.rows_bytes:
+            return shares
+    rows, sampler, shares = _first_rows(made, list(tables), sampler, shares)
+    share, wanted = shares.sampler_bytes, wanted_bytes(memory, rows, tables)
     shares = replace(shares, rows_wanted_bytes=wanted, least_bytes=sampler.least_bytes)
     if shares.sampler_bytes > share or shares.sampler_bytes < min(share, shares.graph_bytes):
         _reopened(made, sampler, shares)
     return shares
 
 
-def _first_nodes(
-    made: RankedBatches, sampler: StoredSampler, shares: MemoryShares
-) -> tuple[int, StoredSampler, MemoryShares]:
-    """Nodes of the first mini-batch, and the sampler and the shares with which it could be sampled: from
-    disk, that takes more than opening the sampler did."""
+def _first_rows(
+    made: Drawn, tables: Sequence[str], sampler: DiskSampler, shares: MemoryShares
+) -> tuple[dict[str, int], DiskSampler, MemoryShares]:
+    """Rows of the first mini-batch by table, and the sampler and the shares with which it could be sampled:
+    from disk, that takes more than opening the sampler did."""
     while True:
         try:
-            return len(made[0].node), sampler, shares
+            first = made[0]
+            nodes = first["n_id"] if isinstance(first, Mapping) else first.node
+            by_type = nodes if isinstance(nodes, Mapping) else {tables[0]: nodes}
+            return {name: len(ids) for name, ids in by_type.items()}, sampler, shares
         except BudgetError as error:
             given = shares.sampler_bytes
             if error.given_bytes != given:
@@ -93,7 +113,7 @@ def _first_nodes(
             sampler = _reopened(made, sampler, shares)
 
 
-def _reopened(made: RankedBatches, sampler: StoredSampler, shares: MemoryShares) -> StoredSampler:
+def _reopened(made: Drawn, sampler: DiskSampler, shares: MemoryShares) -> DiskSampler:
     """The sampler with its share."""
     sampler.close()
     with shares.told_of_all():

@@ -8,7 +8,7 @@ most of the memory, where that leaves what any reader takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,11 +23,11 @@ ROWS_BYTES_MIN = 6 << 20  # are left by a sampler that has more
 _BATCHES, _SPARE_BYTES = 2.5, 2**20  # two mini-batches that are a quarter larger than the first; their ids
 
 
-def wanted_bytes(memory_bytes: int, rows: int, table: Table) -> int:
-    """With what every mode goes through mini-batches of about so many rows: two of them, the reader, and what
-    preparing them takes."""
-    batch = rows * (table.row_bytes + 64)
-    fixed = deciding_bytes({table.name: table}) + reader_bytes(memory_bytes) + _SPARE_BYTES
+def wanted_bytes(memory_bytes: int, rows: Mapping[str, int], tables: Mapping[str, Table]) -> int:
+    """With what every mode goes through mini-batches of about so many rows of each table: two of them, the
+    reader, and what preparing them takes."""
+    batch = sum(count * (tables[name].row_bytes + 64) for name, count in rows.items())
+    fixed = deciding_bytes(tables) + reader_bytes(memory_bytes) + _SPARE_BYTES
     return int(_BATCHES * batch) + fixed
 
 

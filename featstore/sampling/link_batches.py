@@ -51,10 +51,19 @@ class LinkBatches(Sequence[dict[str, Any]]):
         self.epoch = as_integer(epoch, "epoch")
         self._order = self._ordered()
 
+    @property
+    def drawn_by(self) -> Any:
+        """What samples around the links."""
+        return self.sampler.sampler
+
+    def draw_by(self, sampler: Any) -> None:
+        """Have another one of the same graph sample."""
+        self.sampler.sampler = sampler
+
     def close(self) -> None:
         """Give back what a sampler from disk holds. May be called more than once."""
-        if isinstance(self.sampler.sampler, DiskSampler):
-            self.sampler.sampler.close()
+        if isinstance(self.drawn_by, DiskSampler):
+            self.drawn_by.close()
 
     @property
     def total(self) -> int:

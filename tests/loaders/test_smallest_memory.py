@@ -145,3 +145,64 @@ def test_a_sampler_of_many_nodes_has_more_than_a_third(
     assert 16 * MANY < memory < 16 * MANY + beside * 2**20
     with pytest.raises(BudgetError):
         many.loader(memory=16 * MANY, **how).close()
+
+
+@pytest.fixture(scope="module")
+def many_of_types(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Papers that cite others, and few authors of papers."""
+    path, random = tmp_path_factory.mktemp("types") / "s", np.random.default_rng(0)
+    authors = 1000
+    x = {
+        "paper": np.arange(2 * MANY, dtype=np.float32).reshape(MANY, 2),
+        "author": np.arange(2 * authors, dtype=np.float32).reshape(authors, 2),
+    }
+    graphs = {
+        ("paper", "cites", "paper"): (np.arange(MANY + 1), random.integers(0, MANY, MANY)),
+        ("author", "writes", "paper"): (np.arange(MANY + 1), random.integers(0, authors, MANY)),
+    }
+    with featstore.pack(path, x, graph=graphs, order="ldg", partitions=16) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("batch_size", "beside"), [(50, 12), (40_000, 40)])
+def test_a_sampler_of_many_nodes_of_types_too(many_of_types: Any, batch_size: int, beside: int) -> None:
+    seeds = ("paper", np.arange(3 * batch_size))
+    how: dict[str, Any] = {"seeds": seeds, "fanouts": (2, 2), "batch_size": batch_size, "mode": "online"}
+
+    def train(memory: int) -> None:
+        with many_of_types.loader(memory=memory, **how) as loader:
+            for batch in loader:
+                for kind in ("paper", "author"):
+                    ids = np.asarray(batch.n_id[kind], np.float32)
+                    np.testing.assert_array_equal(batch.x[kind][:, 0], 2 * ids)
+
+    memory, named, _ = memory_named(train)
+    assert named <= 4
+    assert 24 * MANY < memory < 24 * MANY + beside * 2**20, "offsets of two relations and maps of papers"
+    with pytest.raises(BudgetError):
+        many_of_types.loader(memory=24 * MANY, **how).close()
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize(("batch_size", "beside"), [(50, 12), (20_000, 60)])
+def test_and_a_sampler_around_links(
+    many: Any, many_of_types: Any, typed: bool, batch_size: int, beside: int
+) -> None:
+    """It was refused below three times of what it needs, and errors of its epochs named its share."""
+    adapter = pytest.importorskip("featstore.adapters.pyg_links", exc_type=featstore.errors.MissingPackageError)
+    ends = np.random.default_rng(1).integers(0, MANY, (2, 3 * batch_size))
+    store, held = (many_of_types, 24 * MANY) if typed else (many, 16 * MANY)
+    links = (("paper", "cites", "paper"), ends) if typed else ends
+    options = {"edge_label_index": links, "batch_size": batch_size, "mode": "online"}
+
+    def train(memory: int) -> None:
+        with adapter.LinkNeighborLoader(store, [2, 2], memory=memory, **options) as loader:
+            for batch in loader:
+                of = batch["paper"] if typed else batch
+                np.testing.assert_array_equal(of.x[:, 0].numpy(), 2 * of.n_id.numpy().astype(np.float32))
+
+    memory, named, _ = memory_named(train)
+    assert named <= 4
+    assert held < memory < held + beside * 2**20
+    with pytest.raises(BudgetError):
+        adapter.LinkNeighborLoader(store, [2, 2], memory=held, **options).close()
