@@ -189,14 +189,16 @@ def test_and_a_sampler_around_links(
     many: Any, many_of_types: Any, typed: bool, batch_size: int, beside: int
 ) -> None:
     """It was refused below three times of what it needs, and errors of its epochs named its share."""
-    adapter = pytest.importorskip("featstore.adapters.pyg_links", exc_type=featstore.errors.MissingPackageError)
+    pytest.importorskip("torch_geometric")
+    from featstore.adapters.pyg_links import LinkNeighborLoader
+
     ends = np.random.default_rng(1).integers(0, MANY, (2, 3 * batch_size))
     store, held = (many_of_types, 24 * MANY) if typed else (many, 16 * MANY)
     links = (("paper", "cites", "paper"), ends) if typed else ends
     options = {"edge_label_index": links, "batch_size": batch_size, "mode": "online"}
 
     def train(memory: int) -> None:
-        with adapter.LinkNeighborLoader(store, [2, 2], memory=memory, **options) as loader:
+        with LinkNeighborLoader(store, [2, 2], memory=memory, **options) as loader:
             for batch in loader:
                 of = batch["paper"] if typed else batch
                 np.testing.assert_array_equal(of.x[:, 0].numpy(), 2 * of.n_id.numpy().astype(np.float32))
@@ -205,4 +207,4 @@ def test_and_a_sampler_around_links(
     assert named <= 4
     assert held < memory < held + beside * 2**20
     with pytest.raises(BudgetError):
-        adapter.LinkNeighborLoader(store, [2, 2], memory=held, **options).close()
+        LinkNeighborLoader(store, [2, 2], memory=held, **options).close()
