@@ -96,6 +96,37 @@ def test_features_are_split_without_a_store(call: Call, tmp_path: Path) -> None:
     call("split", tmp_path / "s", "--no-edge-ids", "--hosts", 2, "--out", tmp_path / "p", code=2)
 
 
+def test_features_of_edge_types_are_split_without_a_store(call: Call, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    cites = np.stack([rng.integers(0, 300, 900), rng.integers(0, 300, 900)])
+    of = np.stack([np.arange(300), rng.integers(0, 40, 300)])
+    given = {
+        "x": rng.standard_normal((300, 4), np.float32), "cites": cites, "of": of, "y": np.arange(0, 300, 2),
+        "w": rng.random(900, np.float32), "t": rng.integers(0, 9, 900),
+    }  # fmt: skip
+    for name, array in given.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    paths = {name: tmp_path / f"{name}.npy" for name in given}
+    words = [
+        "--features", f"paper={paths['x']}", "--nodes", "field=40", "--graph",
+        f"paper__cites__paper={paths['cites']}", "--graph", f"paper__of__field={paths['of']}",
+        "--edge-weights", f"paper__cites__paper={paths['w']}", "--edge-times",
+        f"paper__cites__paper={paths['t']}", "--array", f"paper.train={paths['y']}", "--train", "paper.train",
+        "--order", "ldg", "--hosts", 2, "--out", tmp_path / "o",
+    ]  # fmt: skip
+    said = parsed(call("split", *words, "--json"))
+    assert sum(part["rows"]["paper"] for part in said["parts"]) == 300
+    assert {name: graph["edges"] for name, graph in said["graphs"].items()} == {
+        "paper__cites__paper": 900, "paper__of__field": 300
+    }  # fmt: skip
+    with featstore.open(tmp_path / "o/topology") as topology:
+        assert topology.node_types == ["paper", "field"]
+        graph = topology.graphs["paper__cites__paper"]
+        assert (graph.has_weights, graph.has_times) == (True, True)
+    call("split", tmp_path / "s", "--nodes", "field=40", "--hosts", 2, "--out", tmp_path / "p", code=2)
+    call("split", *words[:-1], tmp_path / "p", "--train", "nobody=y", code=2)
+
+
 def test_a_part_is_sampled_and_compiled(call: Call, out: Path, tmp_path: Path) -> None:
     part = Path(shutil.copytree(out / "host-0", tmp_path / "part"))
     with featstore.open(part) as opened:

@@ -40,6 +40,29 @@ def inputs(kind: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def typed_inputs(order: Any = "ldg") -> dict[str, Any]:
+    """Papers that cite papers, by numbers of edges that have rows, weights and times; authors; and fields
+    without features."""
+    random, fields, cited = np.random.default_rng(3), 30, 1000
+    edges = random.integers(0, NODES, (2, cited))
+    return {
+        "features": {
+            "paper": values(NODES, 9, DTYPES[0], 1), "author": values(80, 3, DTYPES[2], 2), "field": fields,
+            "paper__cites__paper": values(cited, 2, DTYPES[0], 3),
+        },
+        "graph": {
+            ("paper", "cites", "paper"): edges,
+            ("author", "writes", "paper"): np.stack(
+                [random.integers(0, 80, 600), random.integers(0, NODES, 600)]
+            ),
+            "paper__of__field": np.stack([np.arange(NODES), random.integers(0, fields, NODES)]),
+        },
+        "edge_weights": {("paper", "cites", "paper"): random.random(cited, np.float32)},
+        "edge_times": {"paper__cites__paper": random.integers(0, 99, cited)},
+        "arrays": {"paper.train": np.arange(0, NODES, 3)}, "order": order, "hubs": 0.05,
+    }  # fmt: skip
+
+
 def same_store(one: featstore.Store, two: featstore.Store) -> None:
     """All that is read of two stores, and all that they say of themselves but whose they are."""
     assert list(one.tables) == list(two.tables)
@@ -86,6 +109,42 @@ def test_parts_are_those_of_a_pack_and_a_split(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "s"]
 
 
+@pytest.mark.parametrize("order", ["auto", {"paper": "ldg", "field": "ldg", "author": "given"}])
+def test_of_edge_types_too(tmp_path: Path, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose partitions, of all types that are joined, follow from the bytes of all rows."""
+    monkeypatch.setattr("featstore.order.orders.EXTENT_BYTES_MAX", 4096)
+    given, options = typed_inputs(order), {"train": {"paper": "paper.train"}, "halo_disk": "1x"}
+    with featstore.pack(tmp_path / "s", **given) as store:
+        assert len(store.tables["paper"].partition_offsets) > 3
+        assert store.graphs["paper__cites__paper"].has_edge_ids
+    featstore.split(tmp_path / "s", 3, tmp_path / "a", **options)
+    featstore.split_features(hosts=3, out=tmp_path / "b", **given, **options)
+    for name in ("topology", "host-0", "host-1", "host-2"):
+        assert featstore.verify(tmp_path / "b" / name).ok
+        with featstore.open(tmp_path / "a" / name) as one, featstore.open(tmp_path / "b" / name) as two:
+            assert one.node_types == two.node_types
+            assert one.manifest.featureless == two.manifest.featureless
+            same_store(one, two)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "s"]
+
+
+def test_partitions_of_types_are_given_as_of_a_pack(tmp_path: Path) -> None:
+    given = typed_inputs()
+    featstore.split_features(hosts=2, out=tmp_path / "b", partitions=6, **given)
+    with featstore.open(tmp_path / "b/topology") as topology:
+        assert topology.manifest.family is not None
+    with featstore.pack(tmp_path / "s", partitions=6, **given) as store:
+        featstore.split(store, 2, tmp_path / "a")
+    assert np.array_equal(*(parts_of(tmp_path / name / "host-0", "author") for name in ("a", "b")))
+    with pytest.raises(ArgumentError, match="partitions= differs among 'paper', 'author', 'field'"):
+        featstore.split_features(hosts=2, out=tmp_path / "c", partitions={"paper": 6}, **given)
+
+
+def parts_of(path: Path, name: str) -> np.ndarray:
+    with featstore.open(path) as part:
+        return np.array(part.tables[name].partition_offsets)
+
+
 def test_partitions_are_as_many_as_of_a_pack(tmp_path: Path) -> None:
     """By default they follow from the size of rows, of which the order knows nothing."""
     x = np.zeros((2000, 300), np.float32)
@@ -100,7 +159,7 @@ def test_partitions_are_as_many_as_of_a_pack(tmp_path: Path) -> None:
 
 def test_one_that_is_interrupted_goes_on(tmp_path: Path) -> None:
     """Wherever it was stopped, with the same bytes in the end."""
-    given, out = inputs(0), tmp_path / "out"
+    given = inputs(0)
     featstore.split_features(hosts=2, out=tmp_path / "whole", **given)
     wanted, at, finished, stopped = tree(tmp_path / "whole"), 40, False, set()
     while not finished:
@@ -181,6 +240,19 @@ def interrupted(out: Path, at: str = "host-1: features", **given: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         featstore.split_features(hosts=2, out=out, progress=stop, **given)
+
+
+@pytest.mark.parametrize("at", ["host-1: paper", "field"])
+def test_one_of_edge_types_goes_on_with_what_it_was_of(tmp_path: Path, at: str) -> None:
+    """Also where the order was being packed."""
+    given, out = typed_inputs(), tmp_path / "out"
+    interrupted(out, at, **given)
+    heavier = {name: 2 * weights for name, weights in given["edge_weights"].items()}
+    with pytest.raises(SourceError, match="the unfinished pack had values"):
+        featstore.split_features(hosts=2, out=out, resume=True, **given | {"edge_weights": heavier})
+    featstore.split_features(hosts=2, out=out, resume=True, **given)
+    featstore.split_features(hosts=2, out=tmp_path / "whole", **given)
+    assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_a_file_that_was_written_anew_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -39,7 +39,15 @@ from featstore_cli.pack_request import PackRequest
 @click.option(
     "--features", metavar="[TABLE=]PATH", multiple=True, help="In place of STORE: rows, as of pack."
 )
-@click.option("--graph", metavar="[TABLE=]PATH", multiple=True, help="With --features: the table's graph.")
+@click.option(
+    "--nodes", metavar="TABLE=N", multiple=True, help="With --features: a type of N nodes without features."
+)
+@click.option(
+    "--graph",
+    metavar="[TABLE=]PATH",
+    multiple=True,
+    help="With --features: the table's graph. Of an edge type A__RELATION__B=PATH.",
+)
 @click.option(
     "--array", metavar="NAME=PATH[:KEY]", multiple=True, help="With --features: a small array to keep."
 )
@@ -48,6 +56,12 @@ from featstore_cli.pack_request import PackRequest
 @click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="With --graph: as of pack.")
 @click.option(
     "--edge-ids/--no-edge-ids", default=None, help="With --graph: keep the number of each edge, as of pack."
+)
+@click.option(
+    "--edge-weights", metavar="[GRAPH=]PATH[:COLUMN]", multiple=True, help="With --graph: as of pack."
+)
+@click.option(
+    "--edge-times", metavar="[GRAPH=]PATH[:COLUMN]", multiple=True, help="With --graph: as of pack."
 )
 @click.option("--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="With --features: as of pack.")
 @click.option("--shape", metavar="[TABLE=]SHAPE", multiple=True, help="With --features: as of pack.")
@@ -116,18 +130,18 @@ def _split_features(
 ) -> None:  # fmt: skip
     import featstore
 
-    paths = ("features", "graph", "permutation")
-    more = ("nodes", "node_keys", "edge_weights", "edge_times")  # of a pack alone
-    names = (*given, "permutation", "dtype", "cast", "id", "train", *more)
+    paths = ("features", "graph", "edge_weights", "edge_times")
+    names = (*given, "permutation", "dtype", "cast", "id", "train", "node_keys")  # those of a pack alone, too
     asked = PackRequest(
         {n: by_table(given.get(n, ()), f"--{n.replace('_', '-')}", is_path=n in paths) for n in names}
     )
     asked.check()
-    check_tables(train, asked.paths, "--train")
+    if asked.data_set is None:
+        check_tables(train, asked.features, "--train")
     arrays = {name: array_at(name, path) for name, path in array_paths(asked.values["array"]).items()}
     settings().packing, settings().what = out, "the split"
     featstore.split_features(
-        asked.paths,
+        asked.features if asked.data_set is None else asked.data_set,
         hosts,
         out,
         arrays=arrays,

@@ -6,7 +6,7 @@ which says of
 what input both are: a split that is gone on with is asked for the same. Then each part is written from the
 features themselves: they are passed over once more for each host, and what is a host's own is put in order
 as a pack does it, in memory or through a spill of that part alone. So no disk is needed for a store and
-parts at once.
+parts at once. Partitions are as many as those of a pack, which follow from the bytes of the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from featstore.base.system import is_there
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError, FormatError, IncompleteStoreError, SourceError, StoreExistsError
 from featstore.order.orders import METHODS, default_partitions
-from featstore.packing.inputs import Inputs, by_table, parse_inputs
+from featstore.packing.inputs import WITHOUT_PARTITIONS, Inputs, by_table, parse_inputs
 from featstore.packing.packing import pack
 from featstore.packing.progress import Progress
 from featstore.packing.request import Options, check_pack
@@ -40,7 +40,6 @@ from featstore.storage.store import OpenStore, Table
 __all__ = ["split_features"]
 
 _REPLACES = "replaces"
-_WITHOUT_PARTITIONS = ("given", "permutation", "degree")
 
 
 @watched
@@ -56,6 +55,8 @@ def split_features(
     hubs: float = 0.01,
     graph_key: Any = None,
     edge_ids: bool | None = None,
+    edge_weights: Any = None,
+    edge_times: Any = None,
     raw_dtype: Any = None,
     shape: Any = None,
     offset: Any = 0,
@@ -81,11 +82,12 @@ def split_features(
     checksums, so that parts of other features are never taken for these, and once for each host.
 
     Args:
-        features: tables as :func:`featstore.pack` takes them, whose rows are counted and can be read again:
-            neither iterators nor ids in a column.
+        features: tables as :func:`featstore.pack` takes them, also of edge types, whose rows are counted and
+            can be read again: neither iterators nor ids in a column.
         hosts, out, train, seed, halo_disk, split_topology, memory: as :func:`featstore.split`.
-        graph, arrays, order, partitions, hubs, graph_key, edge_ids, raw_dtype, shape, offset, key, columns:
-            as :func:`featstore.pack`; ``order`` is not ``"permutation"``. Rows are not cast.
+        graph, arrays, order, partitions, hubs, graph_key, edge_ids, edge_weights, edge_times, raw_dtype,
+            shape, offset, key, columns: as :func:`featstore.pack`; ``order`` is not ``"permutation"``. Rows
+            are not cast.
         resume: go on with an unfinished split in ``out``, of the same features, graph and options, as
             ``out`` with ``.order.journal`` appended tells; not with one that replaces another.
         overwrite: replace the split in ``out``, one store after the other.
@@ -98,27 +100,22 @@ def split_features(
         hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite,
         as_callback(progress, "progress"), disk,
     )  # fmt: skip
-    inputs = parse_inputs(features, graph, arrays, reading, numbered=edge_ids is not False)
-    if inputs.types:
-        raise SourceError(
-            f"{', '.join(map(repr, inputs.types))} have edge types, of which the order comes of a pack: pack "
-            "them, and split the store"
-        )
+    values = {"weights": edge_weights, "times": edge_times}
+    inputs = parse_inputs(
+        features, graph, arrays, reading, numbered=edge_ids is not False,
+        edge_values={part: value for part, value in values.items() if value is not None},
+    )  # fmt: skip
     asked.sources = {name: _usable(name, source) for name, source in inputs.tables.items()}
     orders = by_table(order, inputs.tables, "order")
     for method in orders.values():
         if isinstance(method, str) and method == "permutation":
             raise ArgumentError("order='permutation' is of a pack: pack the features, and split the store")
         as_choice(method, "order", METHODS)
+    if partitions is not None and not isinstance(partitions, Mapping):
+        partitions = dict.fromkeys([name for name in inputs.tables if name in inputs.ordered], partitions)
     counts = by_table(partitions, inputs.tables, "partitions")
-    for name, source in asked.sources.items():
-        if (
-            name in inputs.graphs
-            and orders.get(name, "auto") not in _WITHOUT_PARTITIONS
-            and name not in counts
-        ):
-            assert source.rows is not None
-            counts[name] = default_partitions(source.rows, source.row_bytes)
+    if not (inputs.types and counts):  # of types that are joined, it is given for all or for none
+        counts = _default_partitions(inputs, orders) | counts
     types = {name: [dtype_text(one.dtype), list(one.row_shape)] for name, one in asked.sources.items()}
     asked.beside = {"features": types}  # all else is in the store of the order
     path = asked.place.with_name(f"{asked.place.name}.order")
@@ -140,6 +137,22 @@ def split_features(
     if not _remove(path, journal):
         warn(f"{path}, which has the order of the split, is not needed any more, but is read: remove it")
     return Path(as_path(out, "out"))
+
+
+def _default_partitions(inputs: Inputs, orders: Mapping[str, Any]) -> dict[str, int]:
+    """How many partitions a pack makes of each table that a graph orders, where nobody says: those of types
+    that are joined are as many of each."""
+    ordered = [
+        name for name in inputs.tables
+        if name in inputs.ordered and orders.get(name, "auto") not in WITHOUT_PARTITIONS
+    ]  # fmt: skip
+    found: dict[str, int] = {}
+    for together in [ordered] if inputs.types else [[name] for name in ordered]:
+        sources = [inputs.tables[name] for name in together]
+        rows = sum(source.rows or 0 for source in sources)
+        all_bytes = sum((source.rows or 0) * source.row_bytes for source in sources)
+        found |= dict.fromkeys(together, default_partitions(rows, max(1, -(-all_bytes // max(1, rows)))))
+    return found
 
 
 def _usable(name: str, source: FeatureSource) -> FeatureSource:
@@ -212,7 +225,7 @@ def _pack_order(
     left = is_there(path / MANIFEST_NAME)
     if left:
         with OpenStore(path) as store:
-            if not all(_is_order(table) for table in store.tables.values()):
+            if not all(_is_order(store, table) for table in store.tables.values()):
                 raise StoreExistsError(
                     f"{path} is needed for the order of the split, and holds another store, which is left "
                     "alone: give another out="
@@ -223,8 +236,15 @@ def _pack_order(
         asked.resume = False  # it was stopped before the first of its stores was begun
     if left and resume:
         return
-    tables = {name: RowChecksums(source) for name, source in inputs.tables.items()}
-    given = {"graph": inputs.graphs, "arrays": inputs.arrays, **options}
+    tables = {
+        name: source.rows if name in inputs.featureless else RowChecksums(source)
+        for name, source in inputs.tables.items()
+    }
+    values: dict[str, dict[str, FeatureSource]] = {}
+    for name, of_graph in inputs.values.items():
+        for one in of_graph:
+            values.setdefault(f"edge_{one.part}", {})[name] = one.source
+    given = {"graph": inputs.graphs, "arrays": inputs.arrays, **values, **options}
     if left and asked.overwrite:  # another generation would be another store
         if not _remove(path, journal):
             raise StoreExistsError(f"{path}, which has the order of an earlier split, is read: close it")
@@ -255,6 +275,7 @@ def _remove(path: Path, journal: Journal) -> bool:
     return gone
 
 
-def _is_order(table: Table) -> bool:
-    """Whether it is a table of the order alone, of rows' checksums."""
-    return table.entry.dtype == "uint32" and not table.row_shape
+def _is_order(store: OpenStore, table: Table) -> bool:
+    """Whether it is a table of the order alone, of rows' checksums or of nodes without features."""
+    checksums = table.entry.dtype == "uint32" and not table.row_shape
+    return checksums or table.name in store.manifest.featureless
