@@ -21,6 +21,8 @@ from mode_hosts import be_any_host, be_learner
 
 import featstore
 from featstore.errors import ArgumentError, FeatstoreWarning, SourceError
+from featstore.loaders.mega.options import DrawnWith
+from featstore.loaders.mega.parts import Parts
 
 NODES = 1200
 SECONDS = 90
@@ -154,6 +156,36 @@ def test_files_of_the_topology_are_not_taken_for_rows(tmp_path: Path, pack: Any)
             featstore.export(store, "features", tmp_path / "o.npy")
         featstore.export(store.part, "features", tmp_path / "o.npy")
         assert (np.load(tmp_path / "o.npy") == kind).all(), "of one host, whose ids are those of all"
+
+
+def test_partitions_of_hosts_are_drawn_with_what_the_whole_store_has(tmp_path: Path, pack: Any) -> None:
+    """Weights and times that graphs keep, of edges that are in a part; times of nodes by their ids in all."""
+    random = np.random.default_rng(1)
+    rows, edges = random.standard_normal((NODES, 4), np.float32), random.integers(0, NODES, (2, 5000))
+    weights, when = (random.random(5000) * (random.random(5000) < 0.5)).astype(np.float32), np.arange(NODES)
+    pack(
+        tmp_path / "s", rows, graph=edges, edge_weights=weights, arrays={"when": when}, order="ldg",
+        partitions=8,
+    ).close()  # fmt: skip
+    featstore.split(tmp_path / "s", 1, tmp_path / "parts")
+    given: Any = {"seeds": np.arange(0, NODES, 5), "fanouts": (-1,), "memory": "48MiB", "mode": "partitions"}
+    degrees = np.bincount(edges[1][weights > 0], minlength=NODES)
+    with featstore.open_split(tmp_path / "parts", memory="16MiB") as store:
+        with store.loader(**given, hubs=0, resident=8, weight_attr="weights") as loader:
+            for batch in loader:
+                found = np.bincount(batch.edge_index[1], minlength=len(batch.n_id))[: batch.batch_size]
+                assert (found == degrees[batch.n_id[: batch.batch_size]]).all()
+        until = np.full(len(given["seeds"]), 700)
+        with store.loader(**given, time_attr="when", input_time=until) as loader:
+            for batch in loader:
+                assert (batch.n_id[batch.batch_size :] <= 700).all()
+                assert len(batch.n_id) > batch.batch_size
+    with (
+        pack(tmp_path / "bare", rows, graph=edges) as bare,
+        featstore.open(tmp_path / "s") as whole,
+        pytest.raises(SourceError, match="has no weights of its edges, and the topology has: parts"),
+    ):
+        DrawnWith(Parts(bare, None), {"weight_attr": "weights"}, whole=whole)
 
 
 def test_partitions_of_hosts_say_that_they_have_no_numbers_of_edges(tmp_path: Path, pack: Any) -> None:

@@ -44,12 +44,17 @@ class Source:
         }
         self.edge_rows = rng.standard_normal((700, 5))
         self.labels = rng.integers(0, 7, 300)
-        self.weights = {CITES: rng.random(1500).astype(np.float32)}
+        self.weights = {CITES: (rng.random(1500) * (rng.random(1500) < 0.6)).astype(np.float32)}
+        self.when = rng.integers(0, 50, 300)
         self.times = {WRITES: rng.integers(0, 50, 700), CITES: rng.integers(0, 50, 1500)}
 
     def pack(self, path: Path) -> featstore.Store:
         tables: dict[str, Any] = {**self.rows, "venue": 9, "author__writes__paper": self.edge_rows}
-        arrays = {"paper.y": self.labels, "paper.train": np.isin(np.arange(300), SEEDS)}
+        arrays = {
+            "paper.y": self.labels,
+            "paper.train": np.isin(np.arange(300), SEEDS),
+            "paper.when": self.when,
+        }
         return featstore.pack(
             path, tables, graph=self.edges, arrays=arrays, edge_ids=True, memory="64MiB", hubs=0.1,
             edge_weights=self.weights, edge_times=self.times,
@@ -206,8 +211,16 @@ def inside_partitions(store: Any, source: Source, given: dict[str, Any]) -> None
         assert set(seen) == set(SEEDS[own["paper"][SEEDS]].tolist())
         kept_share = loader.report().kept_share
         assert 0 < kept_share < 1 if store.place.hosts > 1 else kept_share == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*have no e_id where rows are on several hosts")
+        drawn_otherwise(store, source, {**given, "fanouts": (-1, 3)}, own)
+        refused(store, given, own)
+
+
+def refused(store: Any, given: dict[str, Any], own: dict[str, Any]) -> None:
     for more, words in (
-        ({"weight_attr": "weights"}, "weight_attr: over hosts mode 'partitions'"),
+        ({"weight_attr": "y"}, "the store has no array TYPE.y of edges"),
+        ({"time_attr": "times"}, "needs the times of the seeds"),
         ({"edge_table": "author__writes__paper"}, "is read by e_id"),
         ({"seeds": ("paper", SEEDS[~own["paper"][SEEDS]])}, "owns none of the"),
     ):
@@ -219,3 +232,46 @@ def inside_partitions(store: Any, source: Source, given: dict[str, Any]) -> None
             assert words in str(error), error
         else:
             raise AssertionError(f"{more} was not refused")
+
+
+def drawn_otherwise(store: Any, source: Source, given: dict[str, Any], own: dict[str, Any]) -> None:
+    """In mode partitions too: of a seed come all edges with a weight, or of its time or before, and no
+    others; nodes that are later than the seed do not."""
+    seeds_of_host = set(SEEDS[own["paper"][SEEDS]].tolist())
+    here = own["paper"][source.edges[CITES]].all(0)
+    with store.loader(**given, weight_attr="weights") as loader:
+        heavy = source.edges[CITES][:, here & (source.weights[CITES] > 0)]
+        seen = all_drawn(loader, lambda _: heavy)
+    assert seen == seeds_of_host
+    when = 10 + SEEDS % 30
+    time_of = dict(zip(SEEDS.tolist(), when.tolist(), strict=True))
+
+    def early(seed: int) -> Any:
+        return source.edges[CITES][:, here & (source.times[CITES] <= time_of[seed])]
+
+    with store.loader(**given, time_attr="times", input_time=when) as loader:
+        assert all_drawn(loader, early) == seeds_of_host
+    with store.loader(**given, time_attr="when", input_time=when) as loader:
+        seen = set()
+        for batch in loader:
+            ids = batch.n_id["paper"]
+            until = np.array([time_of[seed] for seed in ids[: batch.batch_size].tolist()])
+            assert (
+                source.when[ids[batch.batch_size :]] <= until[batch.batch["paper"]][batch.batch_size :]
+            ).all()
+            seen |= set(ids[: batch.batch_size].tolist())
+            assert len(ids) > batch.batch_size
+        assert seen == seeds_of_host
+
+
+def all_drawn(loader: Any, edges_of: Any) -> set[int]:
+    """The seeds that came, of which each has come with exactly its edges of those of ``edges_of`` it."""
+    seen: set[int] = set()
+    for batch in loader:
+        ids, (row, col) = batch.n_id["paper"], np.asarray(batch.edge_index[CITES])
+        seeds = ids[: batch.batch_size].tolist()
+        for place, seed in enumerate(seeds):
+            edges = edges_of(seed)
+            assert sorted(ids[row[col == place]]) == sorted(edges[0][edges[1] == seed]), seed
+        seen |= set(seeds)
+    return seen

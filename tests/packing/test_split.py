@@ -154,8 +154,9 @@ def check_topology(store: featstore.Store, topology: featstore.Store) -> None:
             assert np.array_equal(one, two)
         for one, two in zip(graph.hub_rows(), other.hub_rows(), strict=True):
             assert np.array_equal(one, two)
-        kept = [p for p in ("edge_ids", "hub_edge_ids") if f"{name}/{p}" in store.manifest.all_tables]
-        assert other.has_edge_ids == graph.has_edge_ids == bool(kept)
+        beside = [f"{hub}{part}" for hub in ("", "hub_") for part in ("edge_ids", "weights", "times")]
+        kept = [part for part in beside if f"{name}/{part}" in store.manifest.all_tables]
+        assert other.has_edge_ids == graph.has_edge_ids == ("edge_ids" in kept)
         for part in ("offsets", "sources", *(["hubs"] if graph.hubs else []), *kept):
             table = f"{name}/{part}"
             assert store.table(table).entry.statistics == topology.table(table).entry.statistics
@@ -185,6 +186,15 @@ def check_lists(store: featstore.Store, part: featstore.Store, name: str, owned:
     indptr, indices = store.graphs[name].csc()
     for one, two in zip(part.graphs[name].csc(), local_csc(indptr, indices, owned), strict=True):
         assert np.array_equal(one, two)
+    target = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    among = owned[target] & owned[indices]
+    for what in ("weights", "times"):
+        there = getattr(store.graphs[name], f"has_{what}")
+        assert getattr(part.graphs[name], f"has_{what}") == there
+        if there:
+            of_all, of_part = (getattr(one.graphs[name], what)() for one in (store, part))
+            assert of_part.dtype == of_all.dtype
+            assert np.array_equal(of_part, of_all[among])
     ids, uses = halo(indptr, indices, owned)
     assert np.array_equal(part.arrays[f"{name}.halo_ids"], ids)
     assert part.arrays[f"{name}.halo_ids"].dtype == np.int32
@@ -215,6 +225,12 @@ def stores(draw: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if with_graph:
         options |= {"graph": {"paper": graph_of(nodes, draw(st.sampled_from([0, 1, 6])), seed)}, "hubs": 0.1}
         options["edge_ids"] = draw(st.booleans())
+        edges, random = len(options["graph"]["paper"][1]), np.random.default_rng(seed)
+        weight = draw(st.sampled_from([None, np.float32, np.float64]))
+        if weight is not None:
+            options["edge_weights"] = random.random(edges).astype(weight)
+        if draw(st.booleans()):
+            options["edge_times"] = random.integers(-9, 9, edges)
     if draw(st.booleans()):
         tables["author"] = values(draw(st.integers(0, 50)), 2, np.dtype(np.int16), seed + 1)
         options["order"]["author"] = "given"

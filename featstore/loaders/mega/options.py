@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import ArgumentError
+from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.mega.partition_set import PartitionSet
 from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
 from featstore.sampling.options import SamplingOptions
@@ -16,6 +16,7 @@ from featstore.sampling.typed_options import TypedOptions
 
 if TYPE_CHECKING:
     from featstore.loaders.mega.parts import Parts
+    from featstore.storage.store import OpenStore
 
 _TIME_BYTES = 16  # of a place: its node's time, and to find it
 _SEED_BYTES = 16  # of a seed whose time was given
@@ -27,10 +28,15 @@ class DrawnWith:
     """What was ``said`` of :data:`~featstore.sampling.attributes.SAMPLING_OPTIONS`, over all edge types as
     :class:`~featstore.sampling.typed_options.TypedOptions` has it, without types as
     :class:`~featstore.sampling.attributes.NamedOptions`. ``train``: the seeds, as :meth:`Parts.as_seeds`
-    gives them, whose times may be given. Raises ArgumentError, SourceError.
+    gives them, whose times may be given. ``whole``: of parts of one host the store that was split, which has
+    the arrays, and ``seeds``, int64 [s], the ids that all seeds have there: mini-batches are of such. Raises
+    ArgumentError, SourceError.
     """
 
-    def __init__(self, parts: Parts, said: Mapping[str, Any] | None = None, train: Any = None) -> None:
+    def __init__(
+        self, parts: Parts, said: Mapping[str, Any] | None = None, train: Any = None, *,
+        whole: OpenStore | None = None, seeds: NDArray[np.int64] | None = None,
+    ) -> None:  # fmt: skip
         self._parts = parts
         self._plain: dict[str, Any] = {}
         self._weighted: set[str] = set()
@@ -39,13 +45,14 @@ class DrawnWith:
         self.seed_times: TimesOfSeeds | None = None
         if not said:
             return
+        store = parts.store if whole is None else whole
         options: TypedOptions | NamedOptions
         if parts.typed:
-            options = TypedOptions(parts.store, said)
+            options = TypedOptions(store, said)
             arrays = list(options.arrays.values())
         else:
-            (graph,) = parts.graphs.values()
-            options = NamedOptions(parts.store, graph, said)
+            (name,) = parts.graphs
+            options = NamedOptions(store, store.graphs[name], said)
             arrays = options.arrays
         if arrays:
             names = ", ".join(map(repr, arrays))
@@ -56,13 +63,24 @@ class DrawnWith:
         self._plain = options.plain
         self._weighted = {graph.name for graph in options.weighted}
         self._timed = {graph.name for graph in options.timed}
+        self._check_kept()
         for name, array in options.node_times.items():
             if name in parts.tables:
-                self._node_times[name] = parts.store.arrays[array].astype(np.int64, copy=False)
+                self._node_times[name] = store.arrays[array].astype(np.int64, copy=False)
         if options.input_time is not None:
-            ids = parts.seed_ids(train)
+            ids = parts.seed_ids(train) if seeds is None else seeds
             ids = np.arange(parts.tables[parts.seed_table(train)].rows) if ids is None else ids
             self.seed_times, self._seeds = TimesOfSeeds(ids, options.input_time), len(ids)
+
+    def _check_kept(self) -> None:
+        """Raise SourceError where a part has not what the topology has."""
+        for what, names in (("weights", self._weighted), ("times", self._timed)):
+            for graph in (self._parts.graphs[name] for name in sorted(names)):
+                if not (graph.has_weights if what == "weights" else graph.has_times):
+                    raise SourceError(
+                        f"{graph.where()} has no {what} of its edges, and the topology has: parts that "
+                        "featstore split earlier have none; split the store again"
+                    )
 
     @property
     def _has_times(self) -> bool:

@@ -26,13 +26,13 @@ from featstore.base.warning import warn
 from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.mega.loader import PartitionsLoader
+from featstore.loaders.mega.options import DrawnWith
 from featstore.loaders.mega.parts import Parts
 from featstore.loaders.modes import PartitionsMode
 from featstore.loaders.report import LoaderReport
 from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.store import StoredGraph
 
-_OF_LISTS = ("replace", "disjoint", "subgraph_type")  # samplers' options that need nothing else
 _MADE = "made"  # in a state: steps of the epoch
 
 
@@ -42,15 +42,8 @@ def owned_partitions(
 ) -> OwnedPartitionsMode:  # fmt: skip
     """The mode, for these ranks of this host (by their numbers in the run). ``train``: node ids of the whole
     graph, a mask of all its nodes, or the name of an array; with types as :class:`TypedSeeds` takes them.
-    ``said``: samplers' options, of those that need nothing but lists. Raises ArgumentError for others, and
-    where this host owns none of the seeds, and what
-    :class:`featstore.loaders.mega.loader.PartitionsLoader` raises."""
-    beyond = [name for name in said if name not in _OF_LISTS]
-    if beyond:
-        raise ArgumentError(
-            f"{', '.join(beyond)}: over hosts mode 'partitions' draws from what a host has on its "
-            "disk, where no weights and times are: take mode='online'"
-        )
+    ``said``: samplers' options, of the whole store and all seeds. Raises ArgumentError where this host owns
+    none of the seeds, and what :class:`featstore.loaders.mega.loader.PartitionsLoader` raises."""
     parts, place = Parts(store.part, graph), store.place
     if parts.typed:
         seeds = TypedSeeds.of(store, train)
@@ -72,20 +65,28 @@ def owned_partitions(
     alike = {
         "mode": "partitions", "seeds": digest, "fanouts": parts.fanouts(fanouts), "graph": [*parts.graphs],
         "type": table, "seed": seed, "batch_size": batch_size, "drop_last": drop_last, "passes": passes,
-        "said": sorted((name, str(one)) for name, one in said.items()),
+        "said": sorted((name, _told(one)) for name, one in said.items()),
     }  # fmt: skip
     # First what may fail here alone, and be tried again: hosts count the loaders that they agree on.
     loader = PartitionsLoader(
         store.part, fanouts, train=(table, local) if parts.typed else local, graph=graph, seed=seed,
         node_ids={name: store.owners[name].nodes() for name in parts.tables},
         ranks=[rank % place.ranks for rank in ranks], world_size=place.ranks, batch_size=batch_size,
-        drop_last=drop_last, passes=passes, said=said, **options,
+        drop_last=drop_last, passes=passes,
+        drawn_with=DrawnWith(parts, said, whole=store, seeds=nodes) if said else None, **options,
     )  # fmt: skip
     try:
         return OwnedPartitionsMode(loader, store, store.agree(alike), drop_last)
     except BaseException:
         loader.close()
         raise
+
+
+def _told(option: Any) -> str:
+    """What tells an option of other hosts': of an array the checksum of its values."""
+    if isinstance(option, str) or not hasattr(option, "__len__"):
+        return str(option)
+    return hashlib.sha256(np.ascontiguousarray(option).tobytes()).hexdigest()
 
 
 def _check_edges(store: WholeStore, of: StoredGraph, edge_table: Sequence[str]) -> None:

@@ -68,6 +68,23 @@ def keep_local(
     return kept, at, -1
 
 
+@njit(cache=True, nogil=True)
+def keep_values(
+    offsets: NDArray[np.int64], block: NDArray[Any], values: NDArray[Any], first_edge: int, at: int,
+    host_of_list: NDArray[Any], host: int, host_of_source: NDArray[Any], out: NDArray[Any],
+) -> tuple[int, int]:  # fmt: skip
+    """The ``values`` of the edges that :func:`keep_local` keeps of a block that it has passed over, into
+    ``out``; (how many, list of the last edge)."""
+    kept = 0
+    for i in range(block.size):
+        while offsets[at + 1] <= first_edge + i:
+            at += 1
+        if host_of_list[at] == host and host_of_source[block[i]] == host:
+            out[kept] = values[i]
+            kept += 1
+    return kept, at
+
+
 def need_row(bad: int, first_edge: int, where: str) -> None:
     """Raise FormatError where a block has a source that is no row."""
     if bad >= 0:
@@ -105,4 +122,21 @@ def local_lists(
                 uses,
             )  # fmt: skip
             need_row(bad, low, where)
+            yield out[:kept]
+
+
+def local_values(
+    read: Any, read_values: Any, dtype: np.dtype[Any], offsets: NDArray[np.int64], lists: NDArray[np.int64],
+    host_of_list: NDArray[Any], host: int, host_of_source: NDArray[Any],
+) -> Iterator[NDArray[Any]]:  # fmt: skip
+    """Blocks of what stands beside the sources that :func:`local_lists` gives, each only lent;
+    ``read_values`` gives it of all edges."""
+    out = np.empty(PASS_EDGES, dtype)
+    for first, end in stretches(offsets, lists):
+        at = first
+        for low in range(int(offsets[first]), int(offsets[end]), PASS_EDGES):
+            run = low, min(low + PASS_EDGES, int(offsets[end]))
+            kept, at = keep_values(
+                offsets, read(*run), read_values(*run), low, at, host_of_list, host, host_of_source, out
+            )
             yield out[:kept]

@@ -20,7 +20,7 @@ from featstore.packing.permute import RowMaps
 from featstore.packing.row_ids import inverse
 from featstore.packing.sources.memory import ArrayRows
 from featstore.packing.split.family_store import FamilyStore, StoredRows, pieces
-from featstore.packing.split.lists import PASS_EDGES, local_lists
+from featstore.packing.split.lists import PASS_EDGES, local_lists, local_values
 from featstore.packing.split.plan import SplitPlan
 from featstore.packing.split.sources import NodesOfSource, in_order_of
 from featstore.packing.split.whole_lists import write_whole_lists
@@ -231,7 +231,7 @@ def _own_lists(
     needed = others * (4 + 2 * node_dtype(others).itemsize) + total + (own + own_sources) * 24
     needed += 0 if graph.source_table is graph.table else total * node_dtype(own).itemsize
     plan.need(
-        needed + 20 * min(others - own_sources, remote) + plan.lists_bytes(graph),
+        needed + 20 * min(others - own_sources, remote) + plan.lists_bytes(graph) + plan.values_bytes(graph),
         f"hold the lists of host {host} in graph {graph.name!r}",
     )
     host_of_row, host_of_source = (plan.host_of_row[t.name] for t in (graph.table, graph.source_table))
@@ -249,6 +249,9 @@ def _own_lists(
             for _ in blocks:
                 pass
         sources = member.vector(f"{base}/sources", blocks, edges, dtype)
+    parts = _own_values(
+        member, graph, graph.entry, "", edges, offsets, rows, host_of_row, host, host_of_source
+    )
     del offsets, rows
     ends = np.zeros(own + 1, np.int64)
     np.cumsum(degrees, out=ends[1:])
@@ -260,7 +263,6 @@ def _own_lists(
     uses, node_of_row = uses[halo], graph.source_table.node_of_row()
     nodes = halo if node_of_row is None else node_of_row[halo]
     order = np.argsort(nodes, kind="stable")
-    parts = dict.fromkeys(edge_parts(graph.entry), msgspec.UNSET)  # which the topology has
     return (
         msgspec.structs.replace(graph.entry, edges=edges, **found, **parts),
         nodes[order].astype(node_dtype(others)),
@@ -305,7 +307,34 @@ def _own_hubs(
             counted, _NO_USES, f"the hubs of {graph.where()}",
         )  # fmt: skip
         sources = member.vector(f"{base}/hubs", blocks, int(ends[-1]), local_row.dtype)
+    parts = _own_values(
+        member, graph, graph.entry.hubs, "hub_", int(ends[-1]), hub_offsets, mine, owner, host, host_of_source
+    )
     return HubsEntry(
         graph.entry.hubs.method, member.array(f"{base}/hub_rows", rows),
-        member.array(f"{base}/hub_offsets", ends), sources,
+        member.array(f"{base}/hub_offsets", ends), sources, **parts,
     )  # fmt: skip
+
+
+def _own_values(
+    member: FamilyStore, graph: StoredGraph, entry: GraphEntry | HubsEntry, prefix: str, edges: int,
+    offsets: NDArray[np.int64], lists: NDArray[np.int64], host_of_list: NDArray[Any], host: int,
+    host_of_source: NDArray[Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Weights and times of the edges among a host's rows, ``edges`` of them; their numbers, which are of rows
+    that may be anywhere, are in the topology alone."""
+    plan, found = member.plan, dict[str, Any]()
+    for part in edge_parts(entry):
+        if part == "edge_ids":
+            found[part] = msgspec.UNSET
+            continue
+        name = f"{prefix}{part}"
+        table = plan.store.table(f"{graph.name}/{name}")
+        beside = plan.store.table(f"{graph.name}/{'hubs' if prefix else 'sources'}")
+        with plan.reader(beside) as reader, plan.reader(table) as values:
+            blocks = local_values(
+                _sources(reader), _sources(values), table.dtype, offsets, lists, host_of_list, host,
+                host_of_source,
+            )  # fmt: skip
+            found[part] = member.vector(f"graphs/{graph.name}/{name}", blocks, edges, table.dtype)
+    return found

@@ -21,7 +21,7 @@ from featstore.packing.split.assignment import DealtRows, assign, count_hosts, e
 from featstore.packing.split.lists import PASS_EDGES, count_remote, need_row
 from featstore.packing.split.union import union_of
 from featstore.reader.reader import Reader
-from featstore.storage.manifest import FamilyEntry, SplitGraphEntry
+from featstore.storage.manifest import FamilyEntry, SplitGraphEntry, edge_parts
 from featstore.storage.store import OpenStore, StoredGraph, Table
 from featstore.units import multiple_bytes
 
@@ -93,6 +93,11 @@ class SplitPlan:
         tables = [self.store.table(f"{graph.name}/{part}") for part in ("offsets", "sources")]
         readers = max(self.reader_bytes(table) for table in tables)
         return 8 * (graph.table.rows + 1) + readers + 16 * PASS_EDGES
+
+    def values_bytes(self, graph: StoredGraph) -> int:
+        """And of passing over weights or times of its edges, beside their sources."""
+        tables = [self.store.table(f"{graph.name}/{part}") for part in edge_parts(graph.entry)]
+        return max((self.reader_bytes(table) + 16 * PASS_EDGES for table in tables), default=0)
 
     def first_rows(self, table: str) -> list[int]:
         """int [hosts + 1]: how many rows the hosts before each have."""

@@ -353,7 +353,8 @@ class _Split:
         needed = sum(self._rows_bytes(table, host) for table in tables)
         named = {graph.source_table for graph in plan.store.graphs.values()}
         needed += sum(plan.copies_bytes(table, host) for table in named)
-        needed += self._graph_bytes // plan.hosts if plan.split_topology else 0
+        copies = 2 if plan.split_topology else 1  # of lists: among its rows, and whole
+        needed += copies * self._graph_bytes // plan.hosts
         fingerprint = {"topology": topology, "host": host}
         self._write(
             name, fingerprint, needed,
