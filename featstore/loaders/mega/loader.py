@@ -86,8 +86,7 @@ class PartitionsLoader(PrefetchingLoader):
             each.
         edge_table: the table whose rows edges have, or the names of several, read by their numbers; each
             mini-batch has them beside those of its nodes.
-        said: samplers' options, :data:`featstore.sampling.attributes.SAMPLING_OPTIONS`.
-        drawn_with: what was made of these already.
+        said: samplers' options, :data:`featstore.sampling.attributes.SAMPLING_OPTIONS`, or what came of them.
         sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``node_ids``,
             ``engine``, ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`;
             ``memory`` covers the mini-batches as well.
@@ -99,11 +98,10 @@ class PartitionsLoader(PrefetchingLoader):
 
     def __init__(
         self, store: OpenStore, fanouts: Any, *, batch_size: int = 1024, passes: int | str = 1,
-        weights: bool = False, tensors: bool | None = None, device: Any = None,
-        device_memory: int | str | None = None, device_policy: str | None = None,
-        ranks: Sequence[int] = (0,), world_size: int = 1, drop_last: bool = False,
-        edge_table: str | Sequence[str] | None = None, said: Mapping[str, Any] | None = None,
-        drawn_with: DrawnWith | None = None, **sets: Any,
+        weights: bool = False, tensors: bool | None = None, device: Any = None, drop_last: bool = False,
+        device_memory: int | str | None = None, device_policy: str | None = None, world_size: int = 1,
+        ranks: Sequence[int] = (0,), edge_table: str | Sequence[str] | None = None,
+        said: Mapping[str, Any] | DrawnWith | None = None, **sets: Any,
     ) -> None:  # fmt: skip
         super().__init__(_StepStages())
         if not isinstance(passes, str) or passes != "auto":
@@ -124,7 +122,7 @@ class PartitionsLoader(PrefetchingLoader):
         )  # fmt: skip
         self.ranks = tuple(args.as_count(rank, "rank", 0, world_size - 1) for rank in ranks)
         train = parts.as_seeds(sets.get("train"))
-        self._drawn_with = DrawnWith(parts, said, train) if drawn_with is None else drawn_with
+        self._drawn_with = said if isinstance(said, DrawnWith) else DrawnWith(parts, said, train)
         self.drawn = LargestDrawn(
             self._options.batch_size, parts.seed_table(train), parts.drawn(self._options.fanouts),
             None if keeps is None else OnDevices.host_bytes(keeps, parts), **self._drawn_with.drawn,

@@ -73,7 +73,7 @@ def owned_partitions(
         node_ids={name: store.owners[name].nodes() for name in parts.tables},
         ranks=[rank % place.ranks for rank in ranks], world_size=place.ranks, batch_size=batch_size,
         drop_last=drop_last, passes=passes,
-        drawn_with=DrawnWith(parts, said, whole=store, seeds=nodes) if said else None, **options,
+        said=DrawnWith(parts, said, whole=store, seeds=nodes), **options,
     )  # fmt: skip
     try:
         return OwnedPartitionsMode(loader, store, store.agree(alike), drop_last)
