@@ -859,7 +859,7 @@ CALLS: dict[str, Call] = {
 
 _OF_PACK = (
     "features", "graph", "arrays", "order", "partitions", "hubs", "graph_key", "raw_dtype", "shape", "offset",
-    "key", "columns", "edge_ids",
+    "key", "columns", "edge_ids", "edge_weights", "edge_times",
 )  # fmt: skip
 _OF_SPLIT = (
     "hosts", "out", "train", "seed", "halo_disk", "split_topology", "memory", "resume", "overwrite",

@@ -112,7 +112,9 @@ def split_features(
             raise ArgumentError("order='permutation' is of a pack: pack the features, and split the store")
         as_choice(method, "order", METHODS)
     if partitions is not None and not isinstance(partitions, Mapping):
-        partitions = dict.fromkeys([name for name in inputs.tables if name in inputs.ordered], partitions)
+        partitions = dict.fromkeys(
+            [n for n in inputs.tables if n in inputs.ordered] or inputs.tables, partitions
+        )
     counts = by_table(partitions, inputs.tables, "partitions")
     if not (inputs.types and counts):  # of types that are joined, it is given for all or for none
         counts = _default_partitions(inputs, orders) | counts
