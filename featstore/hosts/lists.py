@@ -184,7 +184,7 @@ class OwnLists:
             raise FormatError(
                 f"the runs of {where} do not begin with row 0 and ascend: run `featstore verify`"
             )
-        self.dtype = node_dtype(len(owners.hosts))
+        self.dtype = node_dtype(family.first_rows[split.as_graph.table_of_sources][-1])
         self._cache = NeighbourCache(graph, offsets)
         self._cache.fill(reader, room_bytes)
         self.serve(np.array([0, 1, 0, 0, 0]), AnswerPlace(0, 0))  # so that the kernel is there

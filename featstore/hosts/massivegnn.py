@@ -212,11 +212,12 @@ def halo_of(table: Table) -> Halo:
     where graphs are split, too, the part has them."""
     ids = halo_ids_of(table)
     degrees = np.zeros(len(ids), np.int64)
+    if not len(ids):
+        return Halo(ids, degrees)
     part = table.tables_on_disk[0].store
     for name in (name for name, graph in part.graphs.items() if graph.table.name == table.name):
         if f"{name}.{HALO_DEGREES}" in part.arrays:
-            here = np.searchsorted(ids, part.arrays[f"{name}.{HALO_IDS}"])
-            degrees[here] += part.arrays[f"{name}.{HALO_DEGREES}"]
+            degrees += part.arrays[f"{name}.{HALO_DEGREES}"]
             continue
         graph = table.store.graphs[name]
         lengths, rows = np.diff(read_offsets(graph)), graph.table.row_of_node()

@@ -1,106 +1,41 @@
 """Sampling where topology is split, too: each host has the lists of its own nodes.
 
-A hop's nodes are divided among their owners: of all others they are asked at the same time, in one message
-each where that holds them, while this host picks among its own lists. Then the hop is complete, and the next
-one begins. What is picked depends on the seed, the mini-batch and the node alone, so mini-batches are those
-that
-:class:`featstore.sampling.stored.StoredSampler` samples from the whole topology, edge by edge.
+Hop by hop the neighbours of a mini-batch's nodes come from who owns these
+(:mod:`featstore.hosts.neighbours`); then the hop is complete, and the next one begins. Mini-batches are those
+that :class:`featstore.sampling.stored.StoredSampler` samples from the whole topology, edge by edge; of edge
+types those of :class:`featstore.sampling.typed_stored.TypedStoredSampler`.
 
-**Memory** is one budget for the scratch of mini-batches: neighbours under way and the hop that they become.
-How many neighbours there are is known when they are there, so questions go out in waves of a quarter of the
-memory at most. A mini-batch that needs more is a BudgetError. Lists, and what serves other hosts, are of the
-store.
+**Memory** is one budget for the scratch of mini-batches: neighbours under way and the hop that they become. A
+mini-batch that needs more is a BudgetError. Lists, and what serves other hosts, are of the store.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_fanouts, as_integer
-from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.base.hashing import batch_key
 from featstore.base.process import OneProcess
-from featstore.engine.request import in_pieces
-from featstore.errors import BudgetError, FormatError, SourceError
-from featstore.hosts.lists import ListsAsk, Question, picked
+from featstore.errors import FormatError
+from featstore.hosts.neighbours import ASKING_BYTES, Neighbours
 from featstore.sampling.cache import NO_MAP
 from featstore.sampling.hops import Hops, HopSampler
 from featstore.sampling.neighbors import SampledSubgraph, checked_seeds
-from featstore.sampling.picking import empty_picks, enter_hop, pick_edges, seed_table, table_size
+from featstore.sampling.picking import enter_hop, seed_table, table_size
 from featstore.storage.relations import graph_of
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.engine.request import Request
     from featstore.hosts.split_store import WholeStore
 
-_WAVES = 4  # of the memory, a wave of questions takes one part in so many
-_NODE_BYTES = 64  # of a hop, for each node that asks
-_EDGE_BYTES = 8  # scratch of this host's own answers
 _NO_OFFSETS = np.zeros(1, np.int64)
-
-
-@njit(cache=True, nogil=True)
-def lay_out_hop(
-    nodes: Any, first: Any, degrees: Any, begins: Any, fanout: Any, key: Any, picks: Any, starts: Any,
-    col: Any, edge: Any,
-) -> None:  # fmt: skip
-    """The edges of a hop, node by node: their numbers into ``edge``, who asks into ``col``, from ``first``
-    on, and into ``starts`` where each node's begin."""
-    filled = 0
-    for i in range(nodes.shape[0]):
-        taken = pick_edges(key, nodes[i], begins[i], degrees[i], fanout, picks, i, edge[filled:])
-        starts[i] = filled
-        for place in range(filled, filled + taken):
-            col[place] = first + i
-        filled += taken
-
-
-@njit(cache=True, nogil=True)
-def place_lists(positions: Any, starts: Any, counts: Any, skip: Any, neighbours: Any, row: Any) -> None:
-    """Put the ``neighbours`` of the nodes at ``positions`` of a hop where theirs begin; of the first ``skip``
-    are there already."""
-    filled = 0
-    for i in range(positions.shape[0]):
-        at = positions[i]
-        for place in range(skip, counts[at]):
-            if filled == neighbours.shape[0]:
-                return
-            row[starts[at] + place] = neighbours[filled]
-            filled += 1
-        skip = 0
-
-
-class _Chunk(NamedTuple):
-    """Nodes of one host, at ``positions`` (int32) of the hop, of the first of which ``skip`` neighbours are
-    there."""
-
-    host: int
-    positions: NDArray[np.int32]
-    skip: int
-
-
-@dataclass
-class _Hop:
-    """What has come of a hop so far, of its ``nodes``."""
-
-    nodes: NDArray[np.int64]
-    fanout: int
-    key: np.uint64
-    degrees: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    come: list[tuple[_Chunk, NDArray[Any]]] = field(default_factory=list)
-
-    @property
-    def come_bytes(self) -> int:
-        return sum(neighbours.nbytes for _, neighbours in self.come)
 
 
 @dataclass(frozen=True)
@@ -132,23 +67,10 @@ class HostsSampler(HopSampler, OneProcess):
         super().__init__()
         self.store, self.fanouts, self.seed = store, as_fanouts(fanouts), as_integer(seed, "seed")
         self.graph = graph_of(store, graph)
-        self._memory_bytes = parse_bytes(memory, "memory")
-        self._own, self._exchange = store.lists()
-        self._number = sorted(store.graphs).index(self.graph.name)
-        self._owners = store.owners[self.graph.table.name]
-        self._nodes_max, self._edges_max = store.lists_limits()
-        largest = max(self.fanouts)
-        if largest > self._edges_max:
-            raise SourceError(
-                f"a fan-out of {largest:,} is more than the {self._edges_max:,} neighbours that a message "
-                "between hosts holds: give -1 for all, or the store more memory (open_split(memory=))"
-            )
-        self._lock = threading.Lock()
-        self._counts = HostsSamplerStats()
+        self._neighbours = Neighbours(store, [self.graph], self.fanouts, parse_bytes(memory, "memory"))
         self._item = node_dtype(self.node_count)
-        none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
-        lay_out_hop(no_ids, 0, no_ids, no_ids, 1, np.uint64(0), empty_picks(1, 1), no_ids, no_ids, no_ids)
-        place_lists(none, no_ids, no_ids, 0, np.empty(0, self._item), no_ids)
+        self._lock = threading.Lock()
+        self._batches = self._edges_asked = 0
 
     @property
     def node_count(self) -> int:
@@ -170,21 +92,16 @@ class HostsSampler(HopSampler, OneProcess):
             self.check_room(len(nodes))
             hops = Hops(nodes, seed_table(nodes, nodes, self._item))
             self._go(hops, _NO_OFFSETS, 0, key)
-            counts = self._counts
-            self._counts = HostsSamplerStats(
-                counts.batches + 1,
-                counts.edges_asked + hops.edge_count,
-                counts.nodes_remote,
-                counts.exchanges,
-            )
+            self._batches, self._edges_asked = self._batches + 1, self._edges_asked + hops.edge_count
             hops.slots, count = NO_MAP, sum(hops.counts)
             return SampledSubgraph(node=hops.nodes[:count].copy(), **hops.joined())
 
     def check_room(self, seeds: int) -> None:
         """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
         seeds."""
-        self._reserve(self._item.itemsize * table_size(seeds) + 16 * seeds, "begin the sampling")
-        self._reserve(_NODE_BYTES * seeds, "ask for the neighbours of a hop")
+        of = self._neighbours
+        of.reserve(self._item.itemsize * table_size(seeds) + 16 * seeds, "begin the sampling")
+        of.reserve(ASKING_BYTES * seeds, "ask for the neighbours of a hop")
 
     # A hop.
 
@@ -193,105 +110,22 @@ class HostsSampler(HopSampler, OneProcess):
         key: np.uint64,
     ) -> tuple[int, int]:  # fmt: skip
         """Have the neighbours of a hop, from all hosts."""
-        nodes = hops.nodes[begin:end]
-        count = end - begin
-        self._hop = hop = _Hop(nodes, fanout, key, np.zeros(count, np.int64), np.zeros(count, np.int64))
-        todo = self._chunks(hop)
-        while todo:
-            wave, todo = self._wave(todo, hop)
-            todo = self._ask(wave, hop) + todo
-        return int(picked(hop.degrees, fanout).sum()), int(hop.degrees.max(initial=0))
-
-    def _chunks(self, hop: _Hop) -> list[_Chunk]:
-        """A hop's nodes by host, as many together as one answer has room for."""
-        self._reserve(_NODE_BYTES * len(hop.nodes), "ask for the neighbours of a hop")
-        most = min(self._nodes_max, self._edges_max // max(1, hop.fanout))
-        return [
-            _Chunk(host, positions[low : low + most], 0)
-            for host, positions in enumerate(self._owners.split(hop.nodes))
-            for low in range(0, len(positions), most)
-        ]
-
-    def _wave(self, todo: list[_Chunk], hop: _Hop) -> tuple[list[_Chunk], list[_Chunk]]:
-        """What is asked now, and what later."""
-        ends = np.cumsum([self._question(chunk, hop).answer_bytes for chunk in todo])
-        ends += _EDGE_BYTES * np.cumsum([self._edges(chunk, hop) + len(chunk.positions) for chunk in todo])
-        count = max(1, int(np.searchsorted(ends, self._memory_bytes // _WAVES, side="right")))
-        self._reserve(
-            _NODE_BYTES * len(hop.nodes) + hop.come_bytes + int(ends[count - 1]),
-            "have neighbours of other hosts",
-        )
-        return todo[:count], todo[count:]
-
-    def _edges(self, chunk: _Chunk, hop: _Hop) -> int:
-        """Neighbours of an answer, at most."""
-        return self._edges_max if hop.fanout < 0 else hop.fanout * len(chunk.positions)
-
-    def _question(self, chunk: _Chunk, hop: _Hop) -> Question:
-        edges = self._edges(chunk, hop)
-        nodes = hop.nodes[chunk.positions]
-        return Question(self._number, hop.fanout, hop.key, chunk.skip, nodes, edges, self._item.itemsize)
-
-    def _ask(self, wave: list[_Chunk], hop: _Hop) -> list[_Chunk]:
-        """Ask, others first, and wait for all. Returns what is to be asked for again, beyond what has
-        come."""
-        own, asked = self._owners.host, list[tuple[_Chunk, ListsAsk]]()
-
-        def ask(request: Request) -> None:
-            for chunk in sorted(wave, key=lambda chunk: chunk.host == own):
-                question = self._question(chunk, hop)
-                one = ListsAsk(request, question, self._item)
-                asked.append((chunk, one))
-                if chunk.host == own:
-                    self._own.answer(one, question)
-                else:
-                    assert self._exchange is not None
-                    self._exchange.ask(chunk.host, one)
-
-        request = in_pieces(None, ask)
-        try:
-            request.result()
-        except BaseException:
-            request.cancel()
-            raise
-        remote = sum(len(chunk.positions) for chunk in wave if chunk.host != own)
-        counts = self._counts
-        self._counts = HostsSamplerStats(
-            counts.batches, counts.edges_asked, counts.nodes_remote + remote, counts.exchanges + (remote > 0)
-        )
-        return [rest for chunk, one in asked if (rest := self._take(chunk, one, hop)) is not None]
-
-    def _take(self, chunk: _Chunk, ask: ListsAsk, hop: _Hop) -> _Chunk | None:
-        """Keep an answer; what it lacks."""
-        assert ask.answer is not None
-        degrees, begins, neighbours = ask.answer
-        hop.degrees[chunk.positions], hop.begins[chunk.positions] = degrees, begins
-        hop.come.append((chunk, neighbours))
-        ends, come = np.cumsum(picked(degrees, hop.fanout)), chunk.skip + len(neighbours)
-        if come == int(ends[-1]):
-            return None
-        first = int(np.searchsorted(ends, come, side="right"))
-        skip = come - (int(ends[first - 1]) if first else 0)
-        return _Chunk(chunk.host, chunk.positions[first:], skip)
+        self._hop = hop = self._neighbours.hop(self.graph.name, hops.nodes[begin:end], fanout, key)
+        self._neighbours.have([hop])
+        return hop.edges, hop.degree_max
 
     def _fill(
         self, hops: Hops, begin: int, end: int, fanout: int, key: np.uint64, picks: NDArray[np.int64],
         row: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64],
     ) -> int:  # fmt: skip
         hop = self._hop
-        starts, counts = np.empty(end - begin, np.int64), picked(hop.degrees, fanout)
-        lay_out_hop(hop.nodes, begin, hop.degrees, hop.begins, fanout, key, picks, starts, col, edge)
-        for chunk, neighbours in hop.come:
-            place_lists(chunk.positions, starts, counts, chunk.skip, neighbours, row)
-        del self._hop, hop
+        hop.lay_out(begin, picks, row, col, edge)
+        del self._hop
+        hop.come.clear()
         found = int(enter_hop(hops.slots, hops.nodes, end, row, self.node_count))
         if found < 0:
             place = -found - 1
-            raise FormatError(
-                f"edge {edge[place]:,} of graph {self.graph.name!r} comes from node {row[place]} of "
-                f"{self.node_count:,}: run `featstore verify` on the part of who owns node "
-                f"{hops.nodes[col[place]]}"
-            )
+            raise hop.no_node(row[place], hops.nodes[col[place]], edge[place])
         return found
 
     def _bad_offsets(self, node: int) -> FormatError:  # the owners look at them
@@ -299,23 +133,16 @@ class HostsSampler(HopSampler, OneProcess):
 
     def _reserve_hop(self, hops: Hops, hop: int, nodes_max: int, edges: int, picks: int) -> None:
         room_bytes = 8 * (nodes_max + sum(hops.counts)) + table_size(nodes_max) * hops.slots.itemsize * 3 // 2
-        come_bytes = (
-            _NODE_BYTES * len(self._hop.nodes) + self._hop.come_bytes + 16 * table_size(max(1, picks))
-        )
+        come_bytes = self._hop.held_bytes + 16 * table_size(max(1, picks))
         joining_bytes = 8 * (edges + hops.edge_count)
-        self._reserve(room_bytes + max(come_bytes, joining_bytes), f"sample hop {hop + 1}")
-
-    def _reserve(self, scratch_bytes: int, what: str) -> None:
-        if scratch_bytes > self._memory_bytes:
-            raise BudgetError(
-                scratch_bytes, self._memory_bytes, f"{what} of this mini-batch (or pass fewer seeds)"
-            )
+        self._neighbours.reserve(room_bytes + max(come_bytes, joining_bytes), f"sample hop {hop + 1}")
 
     # Explaining, ending.
 
     def stats(self) -> HostsSamplerStats:
         """What has been counted so far."""
-        return self._counts
+        of = self._neighbours
+        return HostsSamplerStats(self._batches, self._edges_asked, of.nodes_remote, of.exchanges)
 
     def close(self) -> None:
         """Nothing is sampled any more. May be called more than once."""

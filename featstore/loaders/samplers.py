@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from featstore.errors import BudgetError, SourceError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
+from featstore.hosts.typed_sampler import TypedHostsSampler
 from featstore.loaders.shares import SAMPLER_SHARE, MemoryShares, rows_at_most, wanted_bytes
-from featstore.sampling.attributes import NamedOptions
+from featstore.sampling.attributes import NamedOptions, said_otherwise
 from featstore.sampling.batches import (
     GraphSampler,
     RankedBatches,
@@ -36,11 +37,7 @@ def sampler_within(
     check(of)
     options = NamedOptions(store, of, said)
     if isinstance(store, WholeStore) and store.splits_topology:
-        if not options.is_plain:
-            raise SourceError(
-                f"{', '.join(options.said)}: owners of lists pick neighbours uniformly, without replacement; "
-                "split with split_topology=False where more is wanted"
-            )
+        _check_plain(options.said)
         shares = replace(shares, graph_bytes=shares.memory_bytes)
         with shares.told_of_all():
             memory = shares.sampler_bytes
@@ -51,6 +48,15 @@ def sampler_within(
         memory = shares.sampler_bytes
         made = open_sampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=options)
     return made, of.table, shares
+
+
+def _check_plain(said: Sequence[str]) -> None:
+    """Raise SourceError for options of a sampler where owners of lists pick neighbours."""
+    if said:
+        raise SourceError(
+            f"{', '.join(said)}: owners of lists pick neighbours uniformly, without replacement; split with "
+            "split_topology=False where more is wanted"
+        )
 
 
 class Drawn(Protocol):
@@ -72,7 +78,7 @@ def rows_first(made: Drawn, tables: Mapping[str, Table], shares: MemoryShares) -
     mini-batches' nodes, the one or those of their types. Raises BudgetError, also where it has too little for
     the seeds of a mini-batch."""
     sampler = made.drawn_by
-    if isinstance(sampler, HostsSampler) and isinstance(made, RankedBatches):
+    if isinstance(sampler, HostsSampler | TypedHostsSampler) and isinstance(made, RankedBatches):
         with shares.told_of_all():
             sampler.check_room(min(made.batch_size, len(made.train)))
     if not isinstance(sampler, DiskSampler) or not len(made):  # the graph is in memory, or of other hosts
@@ -125,10 +131,16 @@ def _reopened(made: Drawn, sampler: DiskSampler, shares: MemoryShares) -> DiskSa
 def typed_sampler_within(
     store: OpenStore, seeds: TypedSeeds, fanouts: Any, shares: MemoryShares, seed: int,
     said: Mapping[str, Any],
-) -> tuple[TypedInMemory | TypedStoredSampler, MemoryShares]:  # fmt: skip
+) -> tuple[TypedInMemory | TypedStoredSampler | TypedHostsSampler, MemoryShares]:  # fmt: skip
     """A sampler over all edge types of the store, with the options that were ``said``: over graphs in memory
-    where these fit the sampler's share, else from disk; and the shares with what the sampler takes. Raises
-    BudgetError, ArgumentError."""
+    where these fit the sampler's share, else from disk, or over lists of several hosts; and the shares with
+    what the sampler takes. Raises BudgetError, ArgumentError, SourceError."""
+    if isinstance(store, WholeStore) and store.splits_topology:
+        _check_plain(said_otherwise(said))
+        shares = replace(shares, graph_bytes=shares.memory_bytes)
+        with shares.told_of_all():
+            memory = shares.sampler_bytes
+            return TypedHostsSampler(store, seeds.node_type, fanouts, memory=memory, seed=seed), shares
     options = TypedOptions(store, said)
     whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
     if whole > shares.sampler_bytes:

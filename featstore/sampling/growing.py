@@ -127,10 +127,13 @@ class Growing:
         begins = dict.fromkeys(self.types, 0)
         for hop in range(len(self.relations[0].fanouts)):
             ends = dict(found.count)
+            spans = [(begins[one.target], ends[one.target]) for one in self.relations]
+            keys_here = [hop_key(one, hop) for one in keys]
+            self._begin_hop(found, hop, spans, keys_here)
             for number, relation in enumerate(self.relations):
-                span = begins[relation.target], ends[relation.target]
-                part = self._hop(found, relation, relation.fanouts[hop], span, hop_key(keys[number], hop),
-                                 (lows, highs))  # fmt: skip
+                part = self._hop(
+                    found, relation, relation.fanouts[hop], spans[number], keys_here[number], (lows, highs)
+                )
                 found.parts[number].append(part)
             begins = ends
             for name, counts in found.hops.items():
@@ -178,6 +181,11 @@ class Growing:
                 )
             found.trees[name], found.slots[name] = trees, slots
             begin += len(nodes)
+
+    def _begin_hop(
+        self, found: Grown, hop: int, spans: Sequence[tuple[int, int]], keys: Sequence[np.uint64]
+    ) -> None:
+        """A hop begins, of the nodes ``spans`` of each relation's target type, which draws with its key."""
 
     def _hop(
         self, found: Grown, relation: Relation, fanout: int, span: tuple[int, int], key: np.uint64,

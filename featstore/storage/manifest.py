@@ -250,17 +250,22 @@ class WholeListsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class SplitGraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A graph over ``table`` of which each host has the lists of its own nodes; ``edges``: of the whole
-    graph. ``lists``: of a part."""
+    graph. ``lists``: of a part. ``relation``, ``source_table``: of an edge type, as those of a graph."""
 
     table: str
     edges: int
     lists: WholeListsEntry | None = None
+    relation: str | msgspec.UnsetType = msgspec.UNSET
+    source_table: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def as_graph(self) -> GraphEntry:
         """The lists of a part as those of a graph, whose sources are node ids of the base store."""
         assert self.lists is not None
-        return GraphEntry(self.table, self.lists.sources.rows, self.lists.offsets, self.lists.sources)
+        return GraphEntry(
+            self.table, self.lists.sources.rows, self.lists.offsets, self.lists.sources,
+            relation=self.relation, source_table=self.source_table,
+        )  # fmt: skip
 
 
 class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

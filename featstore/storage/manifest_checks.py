@@ -151,12 +151,28 @@ def _check_split_graphs(manifest: Manifest, family: FamilyEntry, files: dict[str
             )
         if graph.lists is not None:
             own = manifest.graphs[name]
-            if own.table != graph.table or not own.edges <= graph.lists.sources.rows <= graph.edges:
+            alike = all(
+                getattr(own, of) == getattr(graph, of) for of in ("table", "relation", "source_table")
+            )
+            if not alike or not own.edges <= graph.lists.sources.rows <= graph.edges:
                 raise FormatError(f"the lists of graph {name!r} are not those of its table {graph.table!r}")
             _check_whole_lists(name, graph.table, graph.lists, manifest, files)
-            ids, degrees = (manifest.arrays.get(f"{name}.{what}") for what in (HALO_IDS, HALO_DEGREES))
-            if ids is None or degrees is None or degrees.shape != ids.shape or degrees.dtype != "int64":
-                raise FormatError(f"there is no array of the degrees of the halo of graph {name!r}")
+            _check_halo_degrees(name, graph.table, manifest)
+
+
+def _check_halo_degrees(name: str, table: str, manifest: Manifest) -> None:
+    """Of each node of the table's halo, which all graphs that lead from it name."""
+    degrees = manifest.arrays.get(f"{name}.{HALO_DEGREES}")
+    halos = [
+        manifest.arrays.get(f"{other}.{HALO_IDS}")
+        for other, graph in manifest.graphs.items() if graph.table_of_sources == table
+    ]  # fmt: skip
+    counts = [0 if ids is None or len(ids.shape) != 1 else ids.shape[0] for ids in halos]
+    if (
+        None in halos or degrees is None or degrees.dtype != "int64" or len(degrees.shape) != 1
+        or not max(counts, default=0) <= degrees.shape[0] <= sum(counts)
+    ):  # fmt: skip
+        raise FormatError(f"there is no array of the degrees of the halo of graph {name!r}")
 
 
 def _check_whole_lists(

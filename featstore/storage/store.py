@@ -309,7 +309,7 @@ class OpenStore:
     @property
     def edge_types(self) -> list[EdgeType]:
         """The edge types of its graphs, (source type, relation, target type); none where they have none."""
-        return self.manifest.edge_types
+        return [of for graph in self.graphs.values() if (of := graph.edge_type) is not None]
 
     @property
     def node_types(self) -> list[str]:

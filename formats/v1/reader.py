@@ -511,7 +511,8 @@ class Store:
             "split graphs",
         )
         self.lists = {
-            name(n): self.whole_lists(n, fields(g, SPLIT_GRAPH, ("lists",)), f) for n, g in split.items()
+            name(n): self.whole_lists(n, fields(g, SPLIT_GRAPH, ("lists", "relation", "source_table")), f)
+            for n, g in split.items()
         }
         for n in copies & self.rows.keys():
             nodes = self.arrays[n + "_nodes"]
@@ -552,7 +553,9 @@ class Store:
         if "lists" not in g:
             return None
         lists, rows = fields(g["lists"], LISTS), len(self.rows[g["table"]])
-        need(self.manifest["graphs"][n]["table"] == g["table"], f"the table of {n}")
+        own = self.manifest["graphs"][n]
+        for key in ("table", "relation", "source_table"):
+            need(own.get(key) == g.get(key), f"the {key} of {n}")
         offsets, sources = (
             self.numbers(lists["offsets"], ["<i8"]),
             self.numbers(lists["sources"], ["<i4", "<i8"]),
@@ -562,7 +565,8 @@ class Store:
         )
         need((np.diff(offsets) >= 0).all() and len(sources) <= g["edges"], f"the lists of {n}")
         need(
-            ((sources >= 0) & (sources < f["first_rows"][g["table"]][-1])).all(), f"nodes in the lists of {n}"
+            ((sources >= 0) & (sources < f["first_rows"][g.get("source_table", g["table"])][-1])).all(),
+            f"nodes in the lists of {n}",
         )
         first, edges = self.array(lists["run_rows"]), self.array(lists["run_edges"])
         need(first.dtype == edges.dtype == "<i8" and first.shape == edges.shape and first.ndim == 1, "runs")
@@ -570,8 +574,10 @@ class Store:
         need((np.diff(first) > 0).all() and (first < rows).all(), "runs")
         need(((edges >= 0) & (edges <= g["edges"])).all(), "runs")
         run = np.searchsorted(first, np.arange(rows), "right") - 1
-        ids, degrees = (self.arrays.get(f"{n}.{what}") for what in ("halo_ids", "halo_degrees"))
-        need(ids is not None and degrees is not None and degrees.dtype == "<i8", "degrees of a halo")
+        degrees, graphs = self.arrays.get(f"{n}.halo_degrees"), self.manifest["graphs"].items()
+        halo = [m for m, one in graphs if one.get("source_table", one["table"]) == g["table"]]
+        ids = np.unique(np.concatenate([[], *(self.arrays[f"{m}.halo_ids"] for m in halo)]))
+        need(degrees is not None and degrees.dtype == "<i8", "degrees of a halo")
         need(degrees.shape == ids.shape and (degrees >= 0).all(), "degrees of a halo")
         return offsets, sources, edges[run] + offsets[:-1] - offsets[first[run]]
 

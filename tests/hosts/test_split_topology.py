@@ -34,8 +34,8 @@ from featstore.errors import (
 from featstore.hosts import messages as ms
 from featstore.hosts import split_store
 from featstore.hosts.lists import PickedLists, Question
+from featstore.hosts.neighbours import lay_out_hop, place_lists
 from featstore.hosts.places import HostPlace
-from featstore.hosts.sampler import lay_out_hop, place_lists
 from featstore.sampling.picking import empty_picks
 
 NODES = 300

@@ -33,7 +33,6 @@ from featstore.storage.manifest import (
     HALO_USES,
     GraphEntry,
     HubsEntry,
-    SplitGraphEntry,
     TableEntry,
     edge_parts,
 )
@@ -69,7 +68,7 @@ def write_topology_store(plan: SplitPlan, transaction: Transaction, provenance: 
     graphs, split = {}, {}
     for name, graph in plan.store.graphs.items():
         if plan.split_topology:
-            split[name] = SplitGraphEntry(graph.entry.table, graph.edges)
+            split[name] = plan.split_entry(graph)
         else:
             graphs[name] = _copied(member, graph)
     arrays = {}
@@ -127,11 +126,13 @@ def write_part(
         graphs[name], halo_ids, halo_uses = _own_lists(member, graph, host)
         for what, values in ((HALO_IDS, halo_ids), (HALO_USES, halo_uses)):
             arrays[f"{name}.{what}"] = member.array(f"arrays/{name}.{what}", values)
-        if plan.split_topology:
-            split[name], degrees = write_whole_lists(member, graph, host, halo_ids)
-            arrays[f"{name}.{HALO_DEGREES}"] = member.array(f"arrays/{name}.{HALO_DEGREES}", degrees)
-        if graph.source_table.name not in plan.store.featureless:
-            named.setdefault(graph.source_table.name, []).append((halo_ids, halo_uses))
+        named.setdefault(graph.source_table.name, []).append((halo_ids, halo_uses))
+    for name, graph in plan.store.graphs.items() if plan.split_topology else ():
+        own = [ids for ids, _ in named.get(graph.table.name, ())]
+        halo = np.unique(np.concatenate(own)) if own else np.empty(0, np.int64)
+        split[name], degrees = write_whole_lists(member, graph, host, halo)
+        arrays[f"{name}.{HALO_DEGREES}"] = member.array(f"arrays/{name}.{HALO_DEGREES}", degrees)
+    named = {name: halos for name, halos in named.items() if name not in plan.store.featureless}
     for name, halos in named.items() if plan.halo_disk is not None else ():
         tables[f"{name}.{HALO}"], nodes = _copies(member, plan.store.tables[name], host, halos)
         arrays[f"{name}.{HALO_NODES}"] = member.array(f"arrays/{name}.{HALO_NODES}", nodes)

@@ -99,6 +99,14 @@ class SplitPlan:
         tables = [self.store.table(f"{graph.name}/{part}") for part in edge_parts(graph.entry)]
         return max((self.reader_bytes(table) + 16 * PASS_EDGES for table in tables), default=0)
 
+    @staticmethod
+    def split_entry(graph: StoredGraph) -> SplitGraphEntry:
+        """A graph that is split, too, without lists."""
+        entry = graph.entry
+        return SplitGraphEntry(
+            entry.table, graph.edges, relation=entry.relation, source_table=entry.source_table
+        )
+
     def first_rows(self, table: str) -> list[int]:
         """int [hosts + 1]: how many rows the hosts before each have."""
         return [0, *np.cumsum(count_hosts(self.host_of_row[table], self.hosts)).tolist()]

@@ -227,11 +227,6 @@ def _check_split_topology(store: OpenStore) -> None:
     if not store.graphs:
         raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
     for name, graph in store.graphs.items():
-        if graph.edge_type is not None:
-            raise ArgumentError(
-                f"graph {name!r} has an edge type, and split_topology= is of graphs without: leave it out, "
-                "and each host has the lists of all types"
-            )
         if graph.has_edge_ids:
             raise ArgumentError(
                 f"graph {name!r} has the numbers of its edges, which split_topology= would lose: leave it "

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
@@ -26,10 +27,10 @@ _NO_MAP = np.empty(0, np.int32)
 @njit(cache=True, nogil=True)
 def keep_whole(
     offsets: NDArray[np.int64], block: NDArray[Any], first_edge: int, at: int, host_of_row: NDArray[Any],
-    host: int, node_of_row: NDArray[Any], out: NDArray[Any],
+    host: int, node_of_row: NDArray[Any], total: int, out: NDArray[Any],
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Of a block of sources, those in the lists of the rows of ``host``, as node ids into ``out``.
-    ``node_of_row`` is empty where row = node id; ``at``: the row of the edge before.
+    """Of a block of sources, rows of ``total``, those in the lists of the rows of ``host``, as node ids into
+    ``out``. ``node_of_row`` of the sources is empty where row = node id; ``at``: the row of the edge before.
 
     Returns (edges kept, row of the last edge, first position of no row, or -1).
     """
@@ -40,7 +41,7 @@ def keep_whole(
         if host_of_row[at] != host:
             continue
         source = block[i]
-        if source < 0 or source >= host_of_row.size:
+        if source < 0 or source >= total:
             return kept, at, i
         out[kept] = source if node_of_row.size == 0 else node_of_row[source]
         kept += 1
@@ -50,10 +51,14 @@ def keep_whole(
 def write_whole_lists(
     member: FamilyStore, graph: StoredGraph, host: int, halo_ids: NDArray[Any]
 ) -> tuple[SplitGraphEntry, NDArray[np.int64]]:
-    """(the lists of a host's rows, how many edges go to each node of its halo)."""
-    plan, total = member.plan, graph.table.rows
+    """(the lists of a host's rows, how many edges go to each node of the halo of the graph's table)."""
+    plan, total = member.plan, graph.source_table.rows
     own = plan.rows_of(graph.entry.table, host)
-    needed = plan.lists_bytes(graph) + total * (2 + 2 * node_dtype(total).itemsize) + 40 * own
+    needed = plan.lists_bytes(graph) + 40 * own
+    needed += sum(
+        table.rows * (2 + 2 * node_dtype(table.rows).itemsize)
+        for table in {graph.table.name: graph.table, graph.source_table.name: graph.source_table}.values()
+    )
     plan.need(needed + 16 * len(halo_ids), f"hold the whole lists of host {host} in graph {graph.name!r}")
     host_of_row, offsets = plan.host_of_row[graph.entry.table], plan.offsets(graph)
     row_of_node = graph.table.row_of_node()
@@ -72,23 +77,23 @@ def write_whole_lists(
         member.vector(f"{base}/offsets", pieces(ends), own + 1, np.dtype(np.int64)), sources,
         member.array(f"{base}/run_rows", runs), member.array(f"{base}/run_edges", offsets[rows[runs]]),
     )  # fmt: skip
-    return SplitGraphEntry(graph.entry.table, graph.edges, lists), halo_degrees
+    return replace(member.plan.split_entry(graph), lists=lists), halo_degrees
 
 
 def _whole(
     member: FamilyStore, graph: StoredGraph, rows: NDArray[np.int64], offsets: NDArray[np.int64], host: int
 ) -> Iterator[NDArray[Any]]:
     """Blocks of the sources of a host's rows, as node ids, each only lent."""
-    plan, node_of_row = member.plan, graph.table.node_of_row()
+    plan, node_of_row, total = member.plan, graph.source_table.node_of_row(), graph.source_table.rows
     known = _NO_MAP if node_of_row is None else node_of_row
-    out = np.empty(PASS_EDGES, node_dtype(graph.table.rows))
+    out = np.empty(PASS_EDGES, node_dtype(total))
     with plan.reader(plan.store.table(f"{graph.name}/sources")) as reader:
         for first, end in stretches(offsets, rows):
             at = first
             for low in range(int(offsets[first]), int(offsets[end]), PASS_EDGES):
                 block = reader.read_runs([(low, min(low + PASS_EDGES, int(offsets[end])))])
                 kept, at, bad = keep_whole(
-                    offsets, block, low, at, plan.host_of_row[graph.entry.table], host, known, out
+                    offsets, block, low, at, plan.host_of_row[graph.entry.table], host, known, total, out
                 )
                 need_row(bad, low, graph.where())
                 yield out[:kept]

@@ -1,0 +1,264 @@
+"""The neighbours of a hop's nodes, of graphs of which each host has the lists of its own nodes.
+
+The nodes are divided among their owners: all others are asked at the same time, about the nodes of a graph in
+one message where that holds them, while this host picks among its own lists. What is picked depends on the
+seed, the mini-batch and the node alone.
+
+How many neighbours there are is known when they are there, so questions go out in waves of a quarter of the
+memory at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
+from featstore.engine.request import in_pieces
+from featstore.errors import BudgetError, FormatError, SourceError
+from featstore.hosts.lists import ListsAsk, Question, picked
+from featstore.hosts.owners import Owners
+from featstore.sampling.picking import empty_picks, pick_edges
+
+if TYPE_CHECKING:
+    from featstore.engine.request import Request
+    from featstore.hosts.split_store import WholeStore
+    from featstore.storage.store import StoredGraph
+
+ASKING_BYTES = 64  # of a hop, for each node that asks
+_WAVES = 4  # of the memory, a wave of questions takes one part in so many
+_EDGE_BYTES = 8  # scratch of this host's own answers
+
+
+@njit(cache=True, nogil=True)
+def lay_out_hop(
+    nodes: Any, first: Any, degrees: Any, begins: Any, fanout: Any, key: Any, picks: Any, starts: Any,
+    col: Any, edge: Any,
+) -> None:  # fmt: skip
+    """The edges of a hop, node by node: their numbers into ``edge``, who asks into ``col``, from ``first``
+    on, and into ``starts`` where each node's begin."""
+    filled = 0
+    for i in range(nodes.shape[0]):
+        taken = pick_edges(key, nodes[i], begins[i], degrees[i], fanout, picks, i, edge[filled:])
+        starts[i] = filled
+        for place in range(filled, filled + taken):
+            col[place] = first + i
+        filled += taken
+
+
+@njit(cache=True, nogil=True)
+def place_lists(positions: Any, starts: Any, counts: Any, skip: Any, neighbours: Any, row: Any) -> None:
+    """Put the ``neighbours`` of the nodes at ``positions`` of a hop where theirs begin; of the first ``skip``
+    are there already."""
+    filled = 0
+    for i in range(positions.shape[0]):
+        at = positions[i]
+        for place in range(skip, counts[at]):
+            if filled == neighbours.shape[0]:
+                return
+            row[starts[at] + place] = neighbours[filled]
+            filled += 1
+        skip = 0
+
+
+class _Chunk(NamedTuple):
+    """Nodes of one host, at ``positions`` (int32) of the hop, of the first of which ``skip`` neighbours are
+    there."""
+
+    host: int
+    positions: NDArray[np.int32]
+    skip: int
+
+
+class _Lists(NamedTuple):
+    """What is known of a graph: its ``number`` in messages, who has which list, and neighbours' dtype."""
+
+    graph: StoredGraph
+    number: int
+    owners: Owners
+    item: np.dtype[Any]
+
+
+@dataclass
+class AskedHop:
+    """What has come of a hop so far, of its ``nodes``."""
+
+    lists: _Lists
+    nodes: NDArray[np.int64]
+    fanout: int
+    key: np.uint64
+    degrees: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    come: list[tuple[_Chunk, NDArray[Any]]] = field(default_factory=list)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of it, while more comes."""
+        return ASKING_BYTES * len(self.nodes) + sum(neighbours.nbytes for _, neighbours in self.come)
+
+    @property
+    def edges(self) -> int:
+        """How many neighbours are picked."""
+        return int(picked(self.degrees, self.fanout).sum())
+
+    @property
+    def degree_max(self) -> int:
+        return int(self.degrees.max(initial=0))
+
+    def lay_out(
+        self, first: int, picks: NDArray[np.int64], row: NDArray[np.int64], col: NDArray[np.int64],
+        edge: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """The neighbours into ``row``, who asks into ``col``, from ``first`` on, and the numbers of the edges
+        into ``edge``."""
+        starts, counts = np.empty(len(self.nodes), np.int64), picked(self.degrees, self.fanout)
+        lay_out_hop(
+            self.nodes, first, self.degrees, self.begins, self.fanout, self.key, picks, starts, col, edge
+        )
+        for chunk, neighbours in self.come:
+            place_lists(chunk.positions, starts, counts, chunk.skip, neighbours, row)
+
+    def no_node(self, row: Any, target: Any, edge: Any) -> FormatError:
+        """For a neighbour of ``target`` that is no node."""
+        graph = self.lists.graph
+        total = graph.source_table.rows
+        return FormatError(
+            f"edge {edge:,} of graph {graph.name!r} comes from node {row} of {total:,}: run `featstore "
+            f"verify` on the part of who owns node {target}"
+        )
+
+
+_Asked = tuple[AskedHop, _Chunk]
+
+
+class Neighbours:
+    """Asks for those of nodes of ``graphs``' tables, within ``memory_bytes``. ``fanouts``: all that there
+    are. ``nodes_remote``: nodes that others were asked about; ``exchanges``: times that these were waited
+    for. Raises SourceError for fan-outs that no message could hold."""
+
+    def __init__(
+        self, store: WholeStore, graphs: Iterable[StoredGraph], fanouts: Iterable[int], memory_bytes: int
+    ) -> None:
+        self._memory_bytes = memory_bytes
+        self._own, self._exchange = store.lists()
+        self._nodes_max, self._edges_max = store.lists_limits()
+        largest = max(fanouts)
+        if largest > self._edges_max:
+            raise SourceError(
+                f"a fan-out of {largest:,} is more than the {self._edges_max:,} neighbours that a message "
+                "between hosts holds: give -1 for all, or the store more memory (open_split(memory=))"
+            )
+        names = sorted(store.graphs)
+        self._lists = {
+            one.name: _Lists(
+                one, names.index(one.name), store.owners[one.table.name], node_dtype(one.source_table.rows)
+            )
+            for one in graphs
+        }
+        self.nodes_remote = self.exchanges = 0
+        none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
+        lay_out_hop(no_ids, 0, no_ids, no_ids, 1, np.uint64(0), empty_picks(1, 1), no_ids, no_ids, no_ids)
+        for item in {one.item for one in self._lists.values()}:
+            place_lists(none, no_ids, no_ids, 0, np.empty(0, item), no_ids)
+
+    def hop(self, graph: str, nodes: NDArray[np.int64], fanout: int, key: np.uint64) -> AskedHop:
+        """A hop of which nothing has come."""
+        degrees, begins = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
+        return AskedHop(self._lists[graph], nodes, fanout, key, degrees, begins)
+
+    def have(self, hops: Sequence[AskedHop], beside_bytes: int = 0) -> None:
+        """Have the neighbours of these, from all hosts; ``beside_bytes``: what else the memory holds."""
+        todo = self._chunks(hops, beside_bytes)
+        while todo:
+            held = beside_bytes + sum(hop.held_bytes for hop in hops)
+            wave, todo = self._wave(todo, held)
+            todo = self._ask(wave) + todo
+
+    def _chunks(self, hops: Sequence[AskedHop], beside_bytes: int) -> list[_Asked]:
+        """The nodes of hops by host, as many together as one answer has room for."""
+        held = beside_bytes + sum(hop.held_bytes for hop in hops)
+        self.reserve(held, "ask for the neighbours of a hop")
+        found = []
+        for hop in hops:
+            most = min(self._nodes_max, self._edges_max // max(1, hop.fanout))
+            found += [
+                (hop, _Chunk(host, positions[low : low + most], 0))
+                for host, positions in enumerate(hop.lists.owners.split(hop.nodes))
+                for low in range(0, len(positions), most)
+            ]
+        return found
+
+    def _wave(self, todo: list[_Asked], held_bytes: int) -> tuple[list[_Asked], list[_Asked]]:
+        """What is asked now, and what later."""
+        ends = np.cumsum([self._question(one).answer_bytes for one in todo])
+        ends += _EDGE_BYTES * np.cumsum([self._edges(one) + len(one[1].positions) for one in todo])
+        count = max(1, int(np.searchsorted(ends, self._memory_bytes // _WAVES, side="right")))
+        self.reserve(held_bytes + int(ends[count - 1]), "have neighbours of other hosts")
+        return todo[:count], todo[count:]
+
+    def _edges(self, asked: _Asked) -> int:
+        """Neighbours of an answer, at most."""
+        hop, chunk = asked
+        return self._edges_max if hop.fanout < 0 else hop.fanout * len(chunk.positions)
+
+    def _question(self, asked: _Asked) -> Question:
+        hop, chunk = asked
+        nodes, lists = hop.nodes[chunk.positions], hop.lists
+        edges, item_bytes = self._edges(asked), lists.item.itemsize
+        return Question(lists.number, hop.fanout, hop.key, chunk.skip, nodes, edges, item_bytes)
+
+    def _ask(self, wave: list[_Asked]) -> list[_Asked]:
+        """Ask, others first, and wait for all. Returns what is to be asked for again, beyond what has
+        come."""
+        answers = list[tuple[_Asked, ListsAsk]]()
+
+        def own(asked: _Asked) -> bool:
+            return asked[1].host == asked[0].lists.owners.host
+
+        def ask(request: Request) -> None:
+            for asked in sorted(wave, key=own):
+                question = self._question(asked)
+                one = ListsAsk(request, question, asked[0].lists.item)
+                answers.append((asked, one))
+                if own(asked):
+                    self._own.answer(one, question)
+                else:
+                    assert self._exchange is not None
+                    self._exchange.ask(asked[1].host, one)
+
+        request = in_pieces(None, ask)
+        try:
+            request.result()
+        except BaseException:
+            request.cancel()
+            raise
+        remote = sum(len(asked[1].positions) for asked in wave if not own(asked))
+        self.nodes_remote += remote
+        self.exchanges += remote > 0
+        return [(hop, rest) for (hop, chunk), one in answers if (rest := _take(hop, chunk, one)) is not None]
+
+    def reserve(self, scratch_bytes: int, what: str) -> None:
+        """Raise BudgetError where that is more than the memory."""
+        if scratch_bytes > self._memory_bytes:
+            raise BudgetError(
+                scratch_bytes, self._memory_bytes, f"{what} of this mini-batch (or pass fewer seeds)"
+            )
+
+
+def _take(hop: AskedHop, chunk: _Chunk, ask: ListsAsk) -> _Chunk | None:
+    """Keep an answer; what it lacks."""
+    assert ask.answer is not None
+    degrees, begins, neighbours = ask.answer
+    hop.degrees[chunk.positions], hop.begins[chunk.positions] = degrees, begins
+    hop.come.append((chunk, neighbours))
+    ends, come = np.cumsum(picked(degrees, hop.fanout)), chunk.skip + len(neighbours)
+    if come == int(ends[-1]):
+        return None
+    first = int(np.searchsorted(ends, come, side="right"))
+    skip = come - (int(ends[first - 1]) if first else 0)
+    return _Chunk(chunk.host, chunk.positions[first:], skip)
