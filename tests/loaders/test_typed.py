@@ -356,10 +356,11 @@ def test_graphs_that_do_not_fit_are_sampled_from_disk(
         assert not opened
         whole = {batch.index: batch for batch in loader}
     with store.loader(**given | {"memory": "12MiB"}, **named) as loader:
-        assert len(opened) == 1
+        assert 1 <= len(opened) <= 2, "anew where the first mini-batch shows that rows need more"
         batches = list(loader)
-    with pytest.raises(ClosedError):  # with the loader
-        opened[0].stats()
+    for sampler in opened:
+        with pytest.raises(ClosedError):  # with the loader, at the latest
+            sampler.stats()
     assert sorted(batch.index for batch in batches) == sorted(whole)
     for batch in batches:
         check(batch, source)

@@ -128,7 +128,7 @@ def test_a_graph(
     memory = GraphInMemory(graph, fanouts, 5, True, named)
     times = times_of(said, seeds)
     theirs = memory.sample(seeds, batch, epoch=1, seed_times=times)
-    with plain.sampler(fanouts, memory="16MiB", seed=5, engine=engine, **said) as sampler:
+    with plain.sampler(fanouts, memory="48MiB", seed=5, engine=engine, **said) as sampler:
         sampler._held.cut(held)
         ours = sampler.sample(seeds, batch, epoch=1, seed_times=times)
         assert (sampler.stats().bytes_read > 0) == (held < 2**40)
