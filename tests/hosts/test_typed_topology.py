@@ -51,7 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("typed-topology")
     with packed(made / "s", 5) as store:
         for count in (1, 2, 3):
-            split(store, count, made / f"parts{count}", train="paper.train")
+            copies = "1x" if count == 3 else None
+            split(store, count, made / f"parts{count}", train="paper.train", halo_disk=copies)
         split(store, 2, made / "whole2", train="paper.train", split_topology=False)
     with hosts(made / "parts1", 1) as ((alone,), _):  # compile, outside of any time-out
         sample_on(alone, 1)
