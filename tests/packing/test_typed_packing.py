@@ -510,8 +510,6 @@ def test_what_does_not_take_types_says_so(tmp_path: Path) -> None:
             store.sampler([2], memory="8MiB", graph="author__writes__paper")
         with pytest.raises(SourceError, match="2 graphs"):
             store.sampler([2], memory="8MiB")
-    with pytest.raises(SourceError, match="edge types, of which the order comes of a pack"):
-        featstore.split_features(graph.features(), 2, tmp_path / "u", graph=graph.edges)
 
 
 _MEASURED = """

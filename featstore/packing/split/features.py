@@ -85,9 +85,9 @@ def split_features(
         features: tables as :func:`featstore.pack` takes them, also of edge types, whose rows are counted and
             can be read again: neither iterators nor ids in a column.
         hosts, out, train, seed, halo_disk, split_topology, memory: as :func:`featstore.split`.
-        graph, arrays, order, partitions, hubs, graph_key, edge_ids, edge_weights, edge_times, raw_dtype,
-            shape, offset, key, columns: as :func:`featstore.pack`; ``order`` is not ``"permutation"``. Rows
-            are not cast.
+        graph, graph_key, edge_ids, edge_weights, edge_times: as :func:`featstore.pack`.
+        arrays, order, partitions, hubs, raw_dtype, shape, offset, key, columns: as :func:`featstore.pack`;
+            ``order`` is not ``"permutation"``. Rows are not cast.
         resume: go on with an unfinished split in ``out``, of the same features, graph and options, as
             ``out`` with ``.order.journal`` appended tells; not with one that replaces another.
         overwrite: replace the split in ``out``, one store after the other.
