@@ -33,7 +33,7 @@ from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
-from featstore.errors import ArgumentError, BudgetError
+from featstore.errors import ArgumentError, BudgetError, FormatError
 from featstore.reader.graphs import read_offsets
 from featstore.storage.manifest import HALO_DEGREES, HALO_IDS
 from featstore.storage.store import Table
@@ -217,7 +217,13 @@ def halo_of(table: Table) -> Halo:
     part = table.tables_on_disk[0].store
     for name in (name for name, graph in part.graphs.items() if graph.table.name == table.name):
         if f"{name}.{HALO_DEGREES}" in part.arrays:
-            degrees += part.arrays[f"{name}.{HALO_DEGREES}"]
+            known = part.arrays[f"{name}.{HALO_DEGREES}"]
+            if known.shape != ids.shape:
+                raise FormatError(
+                    f"the array {name}.{HALO_DEGREES} of {part.path} has {len(known):,} degrees of "
+                    f"{len(ids):,} nodes: restore the part from a copy, or split the store again"
+                )
+            degrees += known
             continue
         graph = table.store.graphs[name]
         lengths, rows = np.diff(read_offsets(graph)), graph.table.row_of_node()

@@ -40,6 +40,10 @@ class _GrowingOverHosts(Growing):
         self._neighbours = neighbours
         self._asked: dict[str | None, AskedHop] = {}
 
+    def forget(self) -> None:
+        """Give back what has come for a mini-batch that came to nothing."""
+        self._asked.clear()
+
     def _begin_hop(
         self, found: Grown, hop: int, spans: Sequence[tuple[int, int]], keys: Sequence[np.uint64]
     ) -> None:
@@ -48,7 +52,7 @@ class _GrowingOverHosts(Growing):
         for relation, (begin, end), key in zip(self.relations, spans, keys, strict=True):
             if begin < end and relation.fanouts[hop]:
                 assert relation.name is not None
-                nodes = found.nodes[relation.target][begin:end]
+                nodes = found.nodes[relation.target][begin:end].copy()
                 self._asked[relation.name] = self._neighbours.hop(
                     relation.name, nodes, relation.fanouts[hop], key
                 )
@@ -141,7 +145,10 @@ class TypedHostsSampler(OneProcess):
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
         with self._lock:
             self.check_room(len(nodes))
-            found = self._growing.sample({self.node_type: nodes}, key, None)
+            try:
+                found = self._growing.sample({self.node_type: nodes}, key, None)
+            finally:
+                self._growing.forget()
             self._batches += 1
             self._edges_asked += sum(len(part[2]) for parts in found.parts for part in parts)
             found.slots.clear()
@@ -153,7 +160,9 @@ class TypedHostsSampler(OneProcess):
     def check_room(self, seeds: int) -> None:
         """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
         seeds."""
-        needed = (ASKING_BYTES + 8) * seeds + _SLOT_BYTES * table_size(seeds)
+        asking = sum(of[2] == self.node_type and hops[0] != 0 for of, hops in self.fanouts.items())
+        slots = table_size(seeds) + (len(self.nodes) - 1) * table_size(0)
+        needed = (ASKING_BYTES * max(1, asking) + 8) * seeds + _SLOT_BYTES * slots
         self._neighbours.reserve(needed, "begin the sampling")
 
     def stats(self) -> HostsSamplerStats:

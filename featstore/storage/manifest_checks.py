@@ -44,6 +44,7 @@ from featstore.storage.manifest import (
     GraphEntry,
     KeysEntry,
     Manifest,
+    SplitGraphEntry,
     WholeListsEntry,
     check_name,
     edge_parts,
@@ -145,6 +146,7 @@ def _check_split_graphs(manifest: Manifest, family: FamilyEntry, files: dict[str
             raise FormatError(
                 f"the graph {name!r} that is split is over {graph.table!r}, {graph.edges} edges"
             )
+        _check_split_relation(name, graph, manifest, family)
         if (graph.lists is None) != (host is None):
             raise FormatError(
                 f"the lists of the graph {name!r} that is split are in its parts, and only there"
@@ -160,18 +162,27 @@ def _check_split_graphs(manifest: Manifest, family: FamilyEntry, files: dict[str
             _check_halo_degrees(name, graph.table, manifest)
 
 
+def _check_split_relation(name: str, graph: SplitGraphEntry, manifest: Manifest, family: FamilyEntry) -> None:
+    ends = (graph.relation is UNSET, graph.source_table is UNSET)
+    if ends == (True, True):
+        return
+    if RELATIONS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"graph {name!r} is a relation, but the feature {RELATIONS_FEATURE!r} is not named")
+    if any(ends) or graph.source_table not in family.first_rows:
+        raise FormatError(f"the graph {name!r} that is split joins nodes of {graph.source_table!r}")
+
+
 def _check_halo_degrees(name: str, table: str, manifest: Manifest) -> None:
     """Of each node of the table's halo, which all graphs that lead from it name."""
-    degrees = manifest.arrays.get(f"{name}.{HALO_DEGREES}")
-    halos = [
-        manifest.arrays.get(f"{other}.{HALO_IDS}")
-        for other, graph in manifest.graphs.items() if graph.table_of_sources == table
-    ]  # fmt: skip
-    counts = [0 if ids is None or len(ids.shape) != 1 else ids.shape[0] for ids in halos]
-    if (
-        None in halos or degrees is None or degrees.dtype != "int64" or len(degrees.shape) != 1
-        or not max(counts, default=0) <= degrees.shape[0] <= sum(counts)
-    ):  # fmt: skip
+    degrees, ids = manifest.arrays.get(f"{name}.{HALO_DEGREES}"), dict[str, int]()
+    for other, graph in manifest.graphs.items():
+        known = manifest.arrays.get(f"{other}.{HALO_IDS}")
+        if known is None or len(known.shape) != 1:
+            raise FormatError(f"there is no array of the halo of graph {other!r}")
+        if graph.table_of_sources == table:
+            ids[other] = known.shape[0]
+    shape = [] if degrees is None or degrees.dtype != "int64" else degrees.shape
+    if len(shape) != 1 or not max(ids.values(), default=0) <= shape[0] <= sum(ids.values()):
         raise FormatError(f"there is no array of the degrees of the halo of graph {name!r}")
 
 

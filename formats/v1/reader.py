@@ -550,6 +550,10 @@ class Store:
         of a part; None of the topology."""
         need(g["table"] in f["first_rows"] and 0 <= g["edges"] <= 2**40, f"the split graph {n}")
         need(("lists" in g) == ("host" in f), f"the lists of {n} are in parts alone")
+        typed = "relation" in g
+        need(typed == ("source_table" in g), f"the edge type of {n}")
+        need(not typed or "relations" in self.manifest["reader_features"], f"the edge type of {n}")
+        need(g.get("source_table", g["table"]) in f["first_rows"], f"the sources of {n}")
         if "lists" not in g:
             return None
         lists, rows = fields(g["lists"], LISTS), len(self.rows[g["table"]])

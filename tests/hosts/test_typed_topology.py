@@ -222,6 +222,18 @@ def test_a_loader_without_room_for_its_seeds_says_so_at_once(folder: Path) -> No
             pytest.fail("what was named is not enough")
 
 
+def test_the_room_that_seeds_need_is_known_before(folder: Path) -> None:
+    """Of all relations that lead to them."""
+    with hosts(folder / "parts1", 1) as ((alone,), _):
+        with pytest.raises(BudgetError) as small:
+            sampler_on(alone, (1,), 1).check_room(90)
+        with (
+            sampler_on(alone, (1,), small.value.needed_bytes) as sampler,
+            pytest.raises(BudgetError, match="have neighbours of other hosts"),
+        ):
+            sampler.sample(np.arange(90))
+
+
 def test_neighbours_that_are_no_nodes_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the type that sources are of: there are fewer venues than papers."""
     with hosts(folder / "parts1", 1) as ((alone,), _):

@@ -140,6 +140,34 @@ def test_partitions_of_types_are_given_as_of_a_pack(tmp_path: Path) -> None:
         featstore.split_features(hosts=2, out=tmp_path / "c", partitions={"paper": 6}, **given)
 
 
+def test_edge_types_are_those_that_were_given(tmp_path: Path) -> None:
+    """Also where their joined names may be of others."""
+    tables = {"user": 9, "user__likes": np.ones((8, 2), np.float32), "item": 7}
+    edges = np.array([[0, 5, 7], [1, 2, 6]])
+    triple = ("user", "likes__of", "item")
+    featstore.split_features(tables, 2, tmp_path / "a", graph={triple: edges}, order="given")
+    with featstore.open(tmp_path / "a/topology") as topology:
+        assert topology.edge_types == [triple]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [((), "the numbers of its edges"), (("paper__cites__paper",), "weights or times of its edges")],
+)
+def test_what_whole_lists_lose_is_refused_before_anything_is_packed(
+    tmp_path: Path, left_out: tuple[str, ...], words: str
+) -> None:
+    given, seen = typed_inputs(), list[Any]()
+    for name in left_out:
+        del given["features"][name]  # whose rows are known by numbers
+    with pytest.raises(ArgumentError, match=words):
+        featstore.split_features(
+            hosts=2, out=tmp_path / "a", split_topology=True, progress=seen.append, **given
+        )
+    assert not seen
+    assert not list(tmp_path.iterdir())
+
+
 def parts_of(path: Path, name: str) -> np.ndarray:
     with featstore.open(path) as part:
         return np.array(part.tables[name].partition_offsets)

@@ -18,6 +18,7 @@ from featstore.packing.steps import table_entry, write_rows
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import (
     FAMILY_FEATURE,
+    RELATIONS_FEATURE,
     SPLIT_GRAPHS_FEATURE,
     ArrayEntry,
     FamilyEntry,
@@ -135,6 +136,7 @@ class FamilyStore:
             features=[
                 *graph_features(graphs.values()), FAMILY_FEATURE,
                 *([SPLIT_GRAPHS_FEATURE] if family.split_graphs else []),
+                *([RELATIONS_FEATURE] if not graphs and _has_relations(family) else []),
             ],
         )  # fmt: skip
 
@@ -143,3 +145,7 @@ class FamilyStore:
         with self.plan.reader(table) as reader:
             for low in range(0, table.rows, step):
                 yield reader.read_runs([(low, min(low + step, table.rows))])
+
+
+def _has_relations(family: FamilyEntry) -> bool:
+    return any(isinstance(graph.relation, str) for graph in family.split_graphs.values())

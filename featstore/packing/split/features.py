@@ -30,6 +30,7 @@ from featstore.packing.sources.base import FeatureSource, dtype_text
 from featstore.packing.split.directory import Standing, check_standing, standing
 from featstore.packing.split.sources import RowChecksums
 from featstore.packing.split.split import SplitRequest
+from featstore.packing.split.whole_lists import check_splits
 from featstore.packing.steps import pack_fingerprint
 from featstore.storage.disk import Disk
 from featstore.storage.generations import remove_store, writer_lock
@@ -126,6 +127,8 @@ def split_features(
         "memory": memory, "edge_ids": edge_ids,
     }  # fmt: skip
     journal = _journal(path, inputs, asked, options)
+    for name in inputs.graphs if asked.split_topology else ():
+        check_splits(name, numbered=options["edge_ids"], valued=name in inputs.values)
     for text in inputs.warnings:
         warn(text)
     _pack_order(path, inputs, asked, options | {"progress": asked.progress, "disk": disk}, journal)
@@ -227,7 +230,9 @@ def _pack_order(
     left = is_there(path / MANIFEST_NAME)
     if left:
         with OpenStore(path) as store:
-            if not all(_is_order(store, table) for table in store.tables.values()):
+            ours = all(_is_order(store, table) for table in store.tables.values())
+            alone = set(store.tables) == set(store.manifest.featureless)  # as of any store without features
+            if not ours or (alone and not is_there(journal.path)):
                 raise StoreExistsError(
                     f"{path} is needed for the order of the split, and holds another store, which is left "
                     "alone: give another out="
@@ -246,7 +251,8 @@ def _pack_order(
     for name, of_graph in inputs.values.items():
         for one in of_graph:
             values.setdefault(f"edge_{one.part}", {})[name] = one.source
-    given = {"graph": inputs.graphs, "arrays": inputs.arrays, **values, **options}
+    graphs = {inputs.types.get(name, name): one for name, one in inputs.graphs.items()}
+    given = {"graph": graphs, "arrays": inputs.arrays, **values, **options}
     if left and asked.overwrite:  # another generation would be another store
         if not _remove(path, journal):
             raise StoreExistsError(f"{path}, which has the order of an earlier split, is read: close it")

@@ -127,10 +127,12 @@ def write_part(
         for what, values in ((HALO_IDS, halo_ids), (HALO_USES, halo_uses)):
             arrays[f"{name}.{what}"] = member.array(f"arrays/{name}.{what}", values)
         named.setdefault(graph.source_table.name, []).append((halo_ids, halo_uses))
+    halo_bytes = sum(ids.nbytes + uses.nbytes for halos in named.values() for ids, uses in halos)
     for name, graph in plan.store.graphs.items() if plan.split_topology else ():
         own = [ids for ids, _ in named.get(graph.table.name, ())]
+        plan.need(halo_bytes + 3 * sum(ids.nbytes for ids in own), f"hold the halo of {graph.table.name!r}")
         halo = np.unique(np.concatenate(own)) if own else np.empty(0, np.int64)
-        split[name], degrees = write_whole_lists(member, graph, host, halo)
+        split[name], degrees = write_whole_lists(member, graph, host, halo, halo_bytes)
         arrays[f"{name}.{HALO_DEGREES}"] = member.array(f"arrays/{name}.{HALO_DEGREES}", degrees)
     named = {name: halos for name, halos in named.items() if name not in plan.store.featureless}
     for name, halos in named.items() if plan.halo_disk is not None else ():

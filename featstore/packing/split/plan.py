@@ -96,7 +96,8 @@ class SplitPlan:
 
     def values_bytes(self, graph: StoredGraph) -> int:
         """And of passing over weights or times of its edges, beside their sources."""
-        tables = [self.store.table(f"{graph.name}/{part}") for part in edge_parts(graph.entry)]
+        parts = edge_parts(graph.entry).keys() - {"edge_ids"}
+        tables = [self.store.table(f"{graph.name}/{part}") for part in parts]
         return max((self.reader_bytes(table) + 16 * PASS_EDGES for table in tables), default=0)
 
     @staticmethod

@@ -39,6 +39,7 @@ from featstore.packing.split.directory import (
 )
 from featstore.packing.split.members import write_part, write_topology_store
 from featstore.packing.split.plan import SplitPlan
+from featstore.packing.split.whole_lists import check_splits
 from featstore.storage.disk import Disk
 from featstore.storage.generations import writing
 from featstore.storage.journal import TableProgress
@@ -227,16 +228,7 @@ def _check_split_topology(store: OpenStore) -> None:
     if not store.graphs:
         raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
     for name, graph in store.graphs.items():
-        if graph.has_edge_ids:
-            raise ArgumentError(
-                f"graph {name!r} has the numbers of its edges, which split_topology= would lose: leave it "
-                "out, or give edge_ids=False to what the graph is given to, pack or split_features"
-            )
-        if graph.has_weights or graph.has_times:
-            raise ArgumentError(
-                f"graph {name!r} has weights or times of its edges, which split_topology= would lose: leave "
-                "it out, or pack the graph without them"
-            )
+        check_splits(name, numbered=graph.has_edge_ids, valued=graph.has_weights or graph.has_times)
 
 
 def _training(store: OpenStore, train: Any) -> dict[str, NDArray[np.bool_]]:
@@ -287,6 +279,8 @@ class _Split:
             self._asked["halo_disk"] = plan.halo_disk
         if plan.split_topology:
             self._asked["split_topology"] = True
+        if any(graph.has_weights or graph.has_times for graph in plan.store.graphs.values()):
+            self._asked["values"] = True  # in parts, too
         self._asked |= asked.beside
 
     def run(self) -> None:

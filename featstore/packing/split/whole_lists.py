@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
+from featstore.errors import ArgumentError
 from featstore.packing.split.family_store import FamilyStore, pieces
 from featstore.packing.split.lists import PASS_EDGES, need_row, stretches
 from featstore.storage.manifest import SplitGraphEntry, WholeListsEntry
@@ -48,13 +49,28 @@ def keep_whole(
     return kept, at, -1
 
 
+def check_splits(name: str, *, numbered: bool, valued: bool) -> None:
+    """Raise ArgumentError for a graph that has more of its edges than whole lists keep."""
+    if numbered:
+        raise ArgumentError(
+            f"graph {name!r} has the numbers of its edges, which split_topology= would lose: leave it out, "
+            "or give edge_ids=False to what the graph is given to, pack or split_features"
+        )
+    if valued:
+        raise ArgumentError(
+            f"graph {name!r} has weights or times of its edges, which split_topology= would lose: leave it "
+            "out, or pack the graph without them"
+        )
+
+
 def write_whole_lists(
-    member: FamilyStore, graph: StoredGraph, host: int, halo_ids: NDArray[Any]
+    member: FamilyStore, graph: StoredGraph, host: int, halo_ids: NDArray[Any], beside_bytes: int
 ) -> tuple[SplitGraphEntry, NDArray[np.int64]]:
-    """(the lists of a host's rows, how many edges go to each node of the halo of the graph's table)."""
+    """(the lists of a host's rows, how many edges go to each node of the halo of the graph's table);
+    ``beside_bytes``: what else is in memory."""
     plan, total = member.plan, graph.source_table.rows
     own = plan.rows_of(graph.entry.table, host)
-    needed = plan.lists_bytes(graph) + 40 * own
+    needed = plan.lists_bytes(graph) + 40 * own + beside_bytes
     needed += sum(
         table.rows * (2 + 2 * node_dtype(table.rows).itemsize)
         for table in {graph.table.name: graph.table, graph.source_table.name: graph.source_table}.values()
