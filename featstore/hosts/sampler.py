@@ -12,9 +12,10 @@ mini-batch that needs more is a BudgetError. Lists, and what serves other hosts,
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,51 @@ class HostsSamplerStats:
     exchanges: int = 0
 
 
-class HostsSampler(HopSampler, OneProcess):
+class OverHosts(OneProcess, ABC):
+    """What samplers over the lists of several hosts have in common: whom they ask, and what they count."""
+
+    called = "the sampler of a split store"
+
+    def __init__(self, store: WholeStore, seed: int, neighbours: Neighbours) -> None:
+        super().__init__()
+        self.store, self.seed, self._neighbours = store, as_integer(seed, "seed"), neighbours
+        self._lock = threading.Lock()
+        self._batches = self._edges_asked = 0
+
+    @property
+    @abstractmethod
+    def node_count(self) -> int:
+        """Number of nodes that may be seeds, of all hosts."""
+
+    @abstractmethod
+    def check_room(self, seeds: int) -> None:
+        """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
+        seeds."""
+
+    def _begun(self, seeds: NDArray[Any], batch_index: int, epoch: int) -> tuple[NDArray[np.int64], int]:
+        """The seeds of a mini-batch, checked, and its key."""
+        self.check_open()
+        self.store.check_open()
+        nodes = checked_seeds(seeds, self.node_count)
+        return nodes, batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+
+    def stats(self) -> HostsSamplerStats:
+        """What has been counted so far."""
+        of = self._neighbours
+        return HostsSamplerStats(self._batches, self._edges_asked, of.nodes_remote, of.exchanges)
+
+    def close(self) -> None:
+        """Nothing is sampled any more. May be called more than once."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class HostsSampler(OverHosts, HopSampler):
     """Uniform neighbour sampler without replacement over a graph whose lists are on several hosts; made by
     :meth:`featstore.SplitStore.sampler`. A context manager; safe to use from several threads, which take
     turns. It belongs to the process that opened the store.
@@ -58,19 +103,14 @@ class HostsSampler(HopSampler, OneProcess):
     BudgetError, SourceError for fan-outs that no message could hold, PeerError where a host is gone.
     """
 
-    called = "the sampler of a split store"
-
     def __init__(
         self, store: WholeStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0,
         graph: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.store, self.fanouts, self.seed = store, as_fanouts(fanouts), as_integer(seed, "seed")
-        self.graph = graph_of(store, graph)
-        self._neighbours = Neighbours(store, [self.graph], self.fanouts, parse_bytes(memory, "memory"))
+        self.fanouts, self.graph = as_fanouts(fanouts), graph_of(store, graph)
+        memory_bytes = parse_bytes(memory, "memory")
+        super().__init__(store, seed, Neighbours(store, [self.graph], self.fanouts, memory_bytes))
         self._item = node_dtype(self.node_count)
-        self._lock = threading.Lock()
-        self._batches = self._edges_asked = 0
 
     @property
     def node_count(self) -> int:
@@ -84,10 +124,7 @@ class HostsSampler(HopSampler, OneProcess):
 
         Raises IdError, BudgetError, PeerError, CorruptionError, DeviceError, FormatError, ClosedError.
         """
-        self.check_open()
-        self.store.check_open()
-        nodes = checked_seeds(seeds, self.node_count)
-        key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+        nodes, key = self._begun(seeds, batch_index, epoch)
         with self._lock:
             self.check_room(len(nodes))
             hops = Hops(nodes, seed_table(nodes, nodes, self._item))
@@ -97,8 +134,6 @@ class HostsSampler(HopSampler, OneProcess):
             return SampledSubgraph(node=hops.nodes[:count].copy(), **hops.joined())
 
     def check_room(self, seeds: int) -> None:
-        """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
-        seeds."""
         of = self._neighbours
         of.reserve(self._item.itemsize * table_size(seeds) + 16 * seeds, "begin the sampling")
         of.reserve(ASKING_BYTES * seeds, "ask for the neighbours of a hop")
@@ -136,23 +171,6 @@ class HostsSampler(HopSampler, OneProcess):
         come_bytes = self._hop.held_bytes + 16 * table_size(max(1, picks))
         joining_bytes = 8 * (edges + hops.edge_count)
         self._neighbours.reserve(room_bytes + max(come_bytes, joining_bytes), f"sample hop {hop + 1}")
-
-    # Explaining, ending.
-
-    def stats(self) -> HostsSamplerStats:
-        """What has been counted so far."""
-        of = self._neighbours
-        return HostsSamplerStats(self._batches, self._edges_asked, of.nodes_remote, of.exchanges)
-
-    def close(self) -> None:
-        """Nothing is sampled any more. May be called more than once."""
-        self._closed = True
-
-    def __enter__(self) -> HostsSampler:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<HostsSampler of {self.graph!r}, fanouts {list(self.fanouts)}>"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_integer, known_name
-from featstore.base.hashing import batch_key
-from featstore.base.process import OneProcess
+from featstore.arguments import known_name
 from featstore.hosts.neighbours import ASKING_BYTES, AskedHop, Neighbours
-from featstore.hosts.sampler import HostsSamplerStats
+from featstore.hosts.sampler import OverHosts
 from featstore.sampling.growing import EdgeArrays, Growing, Grown, Relation
-from featstore.sampling.neighbors import checked_seeds
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.picking import empty_picks, enter_hop, make_room, table_size
 from featstore.sampling.typed import TypedSubgraph, subgraph_of, typed_fanouts
@@ -92,7 +88,7 @@ def _held_bytes(found: Grown) -> int:
     return sum(array.nbytes for array in held) + 2 * sum(array.nbytes for array in parts)
 
 
-class TypedHostsSampler(OneProcess):
+class TypedHostsSampler(OverHosts):
     """Uniform neighbour sampler without replacement over all edge types of a store, with seeds of
     ``node_type``, whose lists are on several hosts. A context manager; safe to use from several threads,
     which take turns. It belongs to the process that opened the store.
@@ -103,28 +99,21 @@ class TypedHostsSampler(OneProcess):
     host is gone.
     """
 
-    called = "the sampler of a split store"
-
     def __init__(
         self, store: WholeStore, node_type: str, fanouts: Sequence[int] | Mapping[Any, Sequence[int]], *,
         memory: int | str, seed: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__()
         graphs = typed_graphs(store)
-        self.store, self.seed = store, as_integer(seed, "seed")
         self.node_type = known_name(node_type, store.node_types, "node_type: the store has no type of nodes")
         self.fanouts: dict[EdgeType, tuple[int, ...]] = typed_fanouts(
             by_edge_type(graphs, fanouts), list(graphs)
         )
         self.nodes = {name: store.tables[name].rows for name in store.node_types}
-        self._neighbours = Neighbours(
-            store, graphs.values(), [one for hops in self.fanouts.values() for one in hops],
-            parse_bytes(memory, "memory"),
-        )  # fmt: skip
+        all_fanouts = [one for hops in self.fanouts.values() for one in hops]
+        memory_bytes = parse_bytes(memory, "memory")
+        super().__init__(store, seed, Neighbours(store, graphs.values(), all_fanouts, memory_bytes))
         relations = [Relation(of[0], of[2], _NONE, _NONE, self.fanouts[of], joined_name(of)) for of in graphs]
         self._growing = _GrowingOverHosts(self.nodes, relations, self._neighbours)
-        self._lock = threading.Lock()
-        self._batches = self._edges_asked = 0
 
     @property
     def node_count(self) -> int:
@@ -139,10 +128,7 @@ class TypedHostsSampler(OneProcess):
 
         Raises IdError, BudgetError, PeerError, CorruptionError, DeviceError, FormatError, ClosedError.
         """
-        self.check_open()
-        self.store.check_open()
-        nodes = checked_seeds(seeds, self.node_count)
-        key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+        nodes, key = self._begun(seeds, batch_index, epoch)
         with self._lock:
             self.check_room(len(nodes))
             try:
@@ -158,27 +144,10 @@ class TypedHostsSampler(OneProcess):
             )  # fmt: skip
 
     def check_room(self, seeds: int) -> None:
-        """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
-        seeds."""
         asking = sum(of[2] == self.node_type and hops[0] != 0 for of, hops in self.fanouts.items())
         slots = table_size(seeds) + (len(self.nodes) - 1) * table_size(0)
         needed = (ASKING_BYTES * max(1, asking) + 8) * seeds + _SLOT_BYTES * slots
         self._neighbours.reserve(needed, "begin the sampling")
-
-    def stats(self) -> HostsSamplerStats:
-        """What has been counted so far."""
-        of = self._neighbours
-        return HostsSamplerStats(self._batches, self._edges_asked, of.nodes_remote, of.exchanges)
-
-    def close(self) -> None:
-        """Nothing is sampled any more. May be called more than once."""
-        self._closed = True
-
-    def __enter__(self) -> TypedHostsSampler:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<TypedHostsSampler of {self.store!r}, {self.node_type!r}>"

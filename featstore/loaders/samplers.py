@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from featstore.errors import BudgetError, SourceError
-from featstore.hosts.sampler import HostsSampler
+from featstore.hosts.sampler import HostsSampler, OverHosts
 from featstore.hosts.split_store import WholeStore
 from featstore.hosts.typed_sampler import TypedHostsSampler
 from featstore.loaders.shares import SAMPLER_SHARE, MemoryShares, rows_at_most, wanted_bytes
@@ -78,7 +78,7 @@ def rows_first(made: Drawn, tables: Mapping[str, Table], shares: MemoryShares) -
     mini-batches' nodes, the one or those of their types. Raises BudgetError, also where it has too little for
     the seeds of a mini-batch."""
     sampler = made.drawn_by
-    if isinstance(sampler, HostsSampler | TypedHostsSampler) and isinstance(made, RankedBatches):
+    if isinstance(sampler, OverHosts) and isinstance(made, RankedBatches):
         with shares.told_of_all():
             sampler.check_room(min(made.batch_size, len(made.train)))
     if not isinstance(sampler, DiskSampler) or not len(made):  # the graph is in memory, or of other hosts

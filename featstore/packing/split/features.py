@@ -107,18 +107,7 @@ def split_features(
         edge_values={part: value for part, value in values.items() if value is not None},
     )  # fmt: skip
     asked.sources = {name: _usable(name, source) for name, source in inputs.tables.items()}
-    orders = by_table(order, inputs.tables, "order")
-    for method in orders.values():
-        if isinstance(method, str) and method == "permutation":
-            raise ArgumentError("order='permutation' is of a pack: pack the features, and split the store")
-        as_choice(method, "order", METHODS)
-    if partitions is not None and not isinstance(partitions, Mapping):
-        partitions = dict.fromkeys(
-            [n for n in inputs.tables if n in inputs.ordered] or inputs.tables, partitions
-        )
-    counts = by_table(partitions, inputs.tables, "partitions")
-    if not (inputs.types and counts):  # of types that are joined, it is given for all or for none
-        counts = _default_partitions(inputs, orders) | counts
+    counts = _partitions(inputs, _orders(inputs, order), partitions)
     types = {name: [dtype_text(one.dtype), list(one.row_shape)] for name, one in asked.sources.items()}
     asked.beside = {"features": types}  # all else is in the store of the order
     path = asked.place.with_name(f"{asked.place.name}.order")
@@ -127,8 +116,6 @@ def split_features(
         "memory": memory, "edge_ids": edge_ids,
     }  # fmt: skip
     journal = _journal(path, inputs, asked, options)
-    for name in inputs.graphs if asked.split_topology else ():
-        check_splits(name, numbered=options["edge_ids"], valued=name in inputs.values)
     for text in inputs.warnings:
         warn(text)
     _pack_order(path, inputs, asked, options | {"progress": asked.progress, "disk": disk}, journal)
@@ -142,6 +129,26 @@ def split_features(
     if not _remove(path, journal):
         warn(f"{path}, which has the order of the split, is not needed any more, but is read: remove it")
     return Path(as_path(out, "out"))
+
+
+def _orders(inputs: Inputs, given: Any) -> dict[str, Any]:
+    """The order of each table of which one is said. Raises ArgumentError."""
+    orders = by_table(given, inputs.tables, "order")
+    for method in orders.values():
+        if isinstance(method, str) and method == "permutation":
+            raise ArgumentError("order='permutation' is of a pack: pack the features, and split the store")
+        as_choice(method, "order", METHODS)
+    return orders
+
+
+def _partitions(inputs: Inputs, orders: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """How many partitions each table is to have; given once, it is of those that a graph orders."""
+    if given is not None and not isinstance(given, Mapping):
+        given = dict.fromkeys([n for n in inputs.tables if n in inputs.ordered] or inputs.tables, given)
+    counts = by_table(given, inputs.tables, "partitions")
+    if inputs.types and counts:  # of types that are joined, it is given for all or for none
+        return counts
+    return _default_partitions(inputs, orders) | counts
 
 
 def _default_partitions(inputs: Inputs, orders: Mapping[str, Any]) -> dict[str, int]:
@@ -178,6 +185,8 @@ def _journal(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str,
     )
     check_pack(asked_of_pack, inputs, resume=False, overwrite=False)
     options["edge_ids"] = asked_of_pack.edge_ids  # of PyG data, too, which the pack of the order does not see
+    for name in inputs.graphs if asked.split_topology else ():
+        check_splits(name, numbered=options["edge_ids"], valued=name in inputs.values)
     made_of = pack_fingerprint(inputs, asked_of_pack)
     del made_of["memory"]  # the result does not depend on it
     return Journal(asked.disk or Disk(), path.with_name(f"{path.name}.journal"), State(made_of))
