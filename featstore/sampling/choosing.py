@@ -220,15 +220,16 @@ def fill_trees(slots: Any, nodes: Any, trees: Any, count: Any) -> Any:
 @njit(cache=True, nogil=True)
 def draw_from_list(
     key: Any, node: Any, tree: Any, first: Any, high: Any, fanout: Any, replace: Any, last: Any,
-    has_trees: Any, weights: Any, order: Any, times: Any, sources: Any, lows: Any, highs: Any, picks: Any,
-    stamp: Any, keys: Any, out: Any,
+    has_trees: Any, weights: Any, order: Any, times: Any, sources: Any, earliest: Any, latest: Any,
+    picks: Any, stamp: Any, keys: Any, out: Any,
 ) -> Any:  # fmt: skip
     """What a node draws of its list, the places ``first`` to ``high``, into the front of ``out``; returns how
-    many. ``key`` is that of the hop; all else: see :func:`draw_hop`, and for ``picks`` and ``stamp``
+    many. ``key`` is that of the hop; ``earliest`` and ``latest``: the times that its tree allows, where there
+    are any. All else: see :func:`draw_hop`, and for ``picks`` and ``stamp``
     :func:`featstore.sampling.picking.pick_distinct`."""
     low = first
     if times.shape[0] > 0:
-        low, high = time_run(low, high, lows[tree], highs[tree], order, times, sources)
+        low, high = time_run(low, high, earliest, latest, order, times, sources)
     if last and fanout >= 0:
         low = max(low, high - fanout)
     own = mix64(key + np.uint64(tree + 1) * GOLDEN) if has_trees else key
@@ -256,9 +257,11 @@ def draw_hop(
     filled = 0
     for position in range(begin, end):
         node, tree = targets[position], target_trees[position]
+        earliest = lows[tree] if times.shape[0] > 0 else np.int64(0)
+        latest = highs[tree] if times.shape[0] > 0 else np.int64(0)
         taken = draw_from_list(
             key, node, tree, indptr[node], indptr[node + 1], fanout, replace, last, has_trees, weights, order,
-            times, sources, lows, highs, picks, position, keys, edge[filled:],
+            times, sources, earliest, latest, picks, position, keys, edge[filled:],
         )  # fmt: skip
         for place in range(filled, filled + taken):
             source = np.int64(indices[edge[place]])

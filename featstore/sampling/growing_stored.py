@@ -9,7 +9,7 @@ Inside there are rows, of each type of nodes its own; node ids are asked for has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,25 +19,20 @@ from featstore.base.dtypes import node_dtype
 from featstore.reader.reader import Reader
 from featstore.sampling.choosing import room_in_trees
 from featstore.sampling.growing import EdgeArrays, Growing, Grown, Relation
-from featstore.sampling.list_draws import close_up, draw_lists, enter_trees, induce_lists
-from featstore.sampling.lists_on_disk import ListsOnDisk
+from featstore.sampling.list_draws import close_up, enter_trees, induce_lists
+from featstore.sampling.lists_on_disk import ASKING_NODE_BYTES, LONGEST_BYTES, Asking, ListRoom, ListsOnDisk
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.picking import empty_picks, enter_hop, make_room, seed_table
 from featstore.sampling.stored_hops import HopPages, hop_bytes
 from featstore.sampling.under_way import Scratch
-from featstore.sampling.whole_lists import Held, ListView, WholeLists
+from featstore.sampling.whole_lists import ListView
 
-#: Of a node whose list is looked at: its place in the order of rows, where its list begins, ends and is.
-_NODE_BYTES = 160
 #: Of an edge that may be drawn, beside what it becomes.
 _DRAWN_BYTES = 24
-#: Of an edge of the longest list: its time, the order of these, and room to sort; or the sums of weights.
-_LIST_BYTES = 40
 #: Of an edge that is found among some nodes, while it is brought into order.
 _INDUCED_BYTES = 64
 _INDUCED = "have all edges among the nodes"
 _NONE = np.empty(0, np.int64)
-_NO_WEIGHTS = np.empty(0, np.float32)
 
 Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
@@ -104,45 +99,27 @@ class GrowingOnDisk(Growing):
     ) -> EdgeArrays:  # fmt: skip
         """What the nodes ``span`` draw of their lists; their neighbours in the first array only where lists
         of sources are read."""
-        (begin, end), options, lists = span, self.options, self._lists[relation.name]
+        (begin, end), lists = span, self._lists[relation.name]
         rows, trees = found.nodes[relation.target][begin:end], found.trees.get(relation.target, _NONE)
+        trees = trees[begin:end]
         hop = len(found.parts[self._numbers[relation.name]])
-        places = _places(lists, rows, fanout, options.replace)
+        places = lists.places(rows, fanout, self.options.replace)
         row, col, edge = (np.empty(edges, np.int64) for _ in range(3))
-        taken, picks = np.zeros(len(rows), np.int64), empty_picks(fanout, degree_max)
-        drawn = degree_max if options.replace else max(0, min(fanout, degree_max))
-        keys = np.empty(drawn if lists.weights is not None else 0)
-        of_nodes = lists.by_node_times
-        by_last = options.temporal == "last" and (of_nodes or lists.times is not None)
-        tables = lists.weights, lists.times, lists.cache if of_nodes else None
-        for some, weights, times, sources in self._pieces(lists, rows, f"sample hop {hop + 1}", tables):
-            wrong, at = draw_lists(
-                lists.offsets, self._node_of_row[relation.target], rows, trees[begin:end], some, fanout, key,
-                options.replace, by_last, options.has_trees, *weights, *times, *sources, lists.node_times,
-                *bounds, picks, keys, places, row, edge, taken,
-            )  # fmt: skip
-            if wrong:
-                raise lists.bad_value(wrong, at)
+        taken, node_of_row = np.zeros(len(rows), np.int64), self._node_of_row[relation.target]
+        nodes = rows if len(node_of_row) == 0 else node_of_row[rows].astype(np.int64)
+        times = (one[trees] if len(one) else _NONE for one in bounds)
+        lists.draw(
+            Asking(rows, nodes, trees, *times), fanout, key, self.options, degree_max, self._reader,
+            self._room(f"sample hop {hop + 1}"), places, row, edge, taken,
+        )  # fmt: skip
         count = int(close_up(places, taken, begin, row, col, edge))
         if count == edges:
             return row, col, edge
         return row[:count].copy(), col[:count].copy(), edge[:count].copy()
 
-    def _pieces(
-        self, lists: ListsOnDisk, rows: NDArray[np.int64], of: str, tables: Sequence[Held | None]
-    ) -> Iterator[tuple[NDArray[np.int64], ListView, ListView, ListView]]:
-        """Which of ``rows`` have their lists at hand, and these, of ``tables``: weights, times and sources.
-        ``of`` what, for errors."""
-        read = any(one is not None for one in tables)
-        order = np.argsort(rows, kind="stable") if read else np.arange(len(rows))
-        whole = WholeLists(lists.offsets, rows[order], tables)
-        room_bytes = self.reading.reserve_lists(of, whole.least_bytes, whole.most_bytes) if read else 0
-        for some, (weights, times, sources) in whole.pieces(room_bytes, self._reader):
-            if tables[0] is None:
-                weights = weights._replace(values=_NO_WEIGHTS)
-            if tables[2] is None:
-                sources = sources._replace(values=lists.cache.first[:0])
-            yield order[some], weights, times, sources
+    def _room(self, of: str) -> ListRoom:
+        """Scratch for lists, of ``of`` what, for errors."""
+        return lambda least, most: self.reading.reserve_lists(of, least, most)
 
     def _enter_found(
         self, found: Grown, relation: Relation, row: NDArray[np.int64], col: NDArray[np.int64],
@@ -183,9 +160,9 @@ class GrowingOnDisk(Growing):
         if self._in_trees:
             needed += 8 * (count + bound) + found.trees[source].nbytes
         if not lists.is_plain or self._in_trees:
-            needed += _NODE_BYTES * (span[1] - span[0]) + _DRAWN_BYTES * edges
+            needed += ASKING_NODE_BYTES * (span[1] - span[0]) + _DRAWN_BYTES * edges
         if not lists.is_plain:
-            needed += _LIST_BYTES * degree_max
+            needed += LONGEST_BYTES * degree_max
         self.reading.reserve(f"sample hop {hop + 1}", needed)
 
     def _held_bytes(self, found: Grown, but: str | None = None) -> int:
@@ -203,11 +180,13 @@ class GrowingOnDisk(Growing):
             lists, rows = self._lists[relation.name], found.nodes[relation.target]
             rows = rows[: found.count[relation.target]]
             _, degree_max = lists.size(rows, 0, len(rows), -1, False)
-            held_bytes = self._held_bytes(found) + _NODE_BYTES * len(rows) + _LIST_BYTES * degree_max
+            held_bytes = self._held_bytes(found) + ASKING_NODE_BYTES * len(rows) + LONGEST_BYTES * degree_max
             self.reading.reserve(_INDUCED, held_bytes)
             parts = [
                 self._induced(found, relation, bounds, *piece)
-                for piece in self._pieces(lists, rows, _INDUCED, (None, lists.times, lists.cache))
+                for piece in lists.pieces(
+                    rows, (None, lists.times, lists.cache), self._reader, self._room(_INDUCED)
+                )
             ]
             row, col, edge = (np.concatenate(one) for one in zip(*parts))
             order = np.argsort(col, kind="stable")
@@ -232,12 +211,3 @@ class GrowingOnDisk(Growing):
                 return row, col, edge
             self.reading.reserve_more(_INDUCED, _INDUCED_BYTES * edges)
             row, col, edge = (np.empty(edges, np.int64) for _ in range(3))
-
-
-def _places(lists: ListsOnDisk, rows: NDArray[np.int64], fanout: int, replace: bool) -> NDArray[np.int64]:
-    """int64 [n]: where each node has its place for as many edges as it may draw."""
-    most = lists.offsets[rows + 1] - lists.offsets[rows]
-    if fanout >= 0:
-        most = np.where(most > 0, fanout, 0) if replace else np.minimum(most, fanout)
-    places: NDArray[np.int64] = np.cumsum(most) - most
-    return places

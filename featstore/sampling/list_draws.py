@@ -1,9 +1,9 @@
 """Kernels of sampling from lists on disk, by the draws of :mod:`featstore.sampling.choosing`.
 
-Nodes are rows here; what one draws follows from its node id, ``node_of_row``, which is empty where row = node
-id. Lists are read in the order of rows, some at a time, so each node has a place of its own for what it
-draws, and the places are closed up afterwards. A table's part that is at hand is flat, with where in it each
-list begins: whole pages (:func:`list_pages`), or the first values of the table.
+Nodes are rows here; what one draws follows from its node id. Lists are read in the order of rows, some at a
+time, so each node has a place of its own for what it draws, and the places are closed up afterwards. A
+table's part that is at hand is flat, with where in it each list begins: whole pages (:func:`list_pages`), or
+the first values of the table.
 """
 
 from __future__ import annotations
@@ -74,17 +74,18 @@ def bad_weight(weights: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def draw_lists(
-    offsets: Any, node_of_row: Any, rows: Any, trees: Any, some: Any, fanout: Any, key: Any, replace: Any,
+    offsets: Any, nodes: Any, rows: Any, trees: Any, some: Any, fanout: Any, key: Any, replace: Any,
     last: Any, has_trees: Any, weights: Any, weights_at: Any, times: Any, times_at: Any, sources: Any,
     sources_at: Any, node_times: Any, lows: Any, highs: Any, picks: Any, keys: Any, places: Any, row: Any,
     edge: Any, taken: Any,
 ) -> Any:  # fmt: skip
-    """Draw the edges of ``rows[some]``, whose values begin at ``weights_at``, ``times_at``, ``sources_at`` of
-    the flat ones, where there are any. What node ``p`` draws goes to ``edge`` from ``places[p]`` on,
-    positions in the table of lists, and where ``sources`` are there also into ``row``; ``taken[p]`` is how
-    many.
+    """Draw the edges of ``rows[some]``, which are the ``nodes[some]``, and whose values begin at
+    ``weights_at``, ``times_at``, ``sources_at`` of the flat ones, where there are any. What node ``p`` draws
+    goes to ``edge`` from ``places[p]`` on, positions in the table of lists, and where ``sources`` are there
+    also into ``row``; ``taken[p]`` is how many.
 
-    ``node_times``: by row of the sources, where times are those of nodes. All else: see
+    ``node_times``: by row of the sources, where times are those of nodes. ``lows``, ``highs``: of each row,
+    the first and the last time that its tree allows. All else: see
     :func:`featstore.sampling.choosing.draw_hop`. Returns (0, 0), or what is wrong and at which position of
     the table.
     """
@@ -92,7 +93,6 @@ def draw_lists(
         at = some[i]
         low, tree = offsets[rows[at]], trees[at] if has_trees else np.int64(0)
         degree = offsets[rows[at] + 1] - low
-        node = rows[at] if node_of_row.shape[0] == 0 else np.int64(node_of_row[rows[at]])
         own = weights[weights_at[i] : weights_at[i] + degree] if weights.shape[0] > 0 else weights
         wrong = bad_weight(own)
         if wrong >= 0:
@@ -101,9 +101,11 @@ def draw_lists(
         if wrong >= 0:
             return how, low + wrong
         place = places[at]
+        earliest = lows[at] if when.shape[0] > 0 else np.int64(0)
+        latest = highs[at] if when.shape[0] > 0 else np.int64(0)
         taken[at] = draw_from_list(
-            key, node, tree, np.int64(0), degree, fanout, replace, last, has_trees, own, order, when,
-            order[:0], lows, highs, picks, at, keys, edge[place:],
+            key, nodes[at], tree, np.int64(0), degree, fanout, replace, last, has_trees, own, order, when,
+            order[:0], earliest, latest, picks, at, keys, edge[place:],
         )  # fmt: skip
         for drawn in range(place, place + taken[at]):
             if sources.shape[0] > 0:

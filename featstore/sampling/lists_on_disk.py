@@ -3,8 +3,8 @@ and numbers of edges as far as there is room for them, and the tables that the o
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,38 @@ from featstore.reader.reader import Reader
 from featstore.sampling.cache import NeighbourCache
 from featstore.sampling.edge_ids import StoredEdgeIds, wants_edge_ids
 from featstore.sampling.first_values import FirstValues
-from featstore.sampling.list_draws import BAD_SOURCE, BAD_TIME, BAD_WEIGHT, find_held
+from featstore.sampling.list_draws import BAD_SOURCE, BAD_TIME, BAD_WEIGHT, draw_lists, find_held
 from featstore.sampling.options import SamplingOptions, kept
 from featstore.sampling.pages import Missing
-from featstore.sampling.picking import count_asking, hop_size, pick_hop
+from featstore.sampling.picking import count_asking, empty_picks, hop_size, pick_hop
 from featstore.sampling.stored_hops import HopPages
+from featstore.sampling.whole_lists import Held, ListView, WholeLists
 
 if TYPE_CHECKING:
     from featstore.storage.store import StoredGraph
 
 _NO_TIMES = np.empty(0, np.int64)
+_NO_WEIGHTS = np.empty(0, np.float32)
+#: Of a node whose list is looked at: its id and times, its place in the order of rows, where its list begins,
+#: ends and is.
+ASKING_NODE_BYTES = 184
+#: Of an edge of the longest list: its time, the order of these, and room to sort; or the sums of weights.
+LONGEST_BYTES = 40
+
+#: How many bytes of lists may be read at once, of the least and the most that they take.
+ListRoom = Callable[[int, int], int]
+
+
+class Asking(NamedTuple):
+    """Who draws in a hop: ``rows`` and ``nodes``, which these are, int64 [n]; ``trees``, where each seed has
+    a subgraph of its own, and ``lows`` and ``highs``, the times that are allowed, where there are any; else
+    [0]."""
+
+    rows: NDArray[np.int64]
+    nodes: NDArray[np.int64]
+    trees: NDArray[np.int64]
+    lows: NDArray[np.int64]
+    highs: NDArray[np.int64]
 
 
 class ListsOnDisk:
@@ -119,6 +141,52 @@ class ListsOnDisk:
             hubs.starts, cache.lists, cache.first, picks, row, col, edge,
         )  # fmt: skip
         return misses
+
+    def places(self, rows: NDArray[np.int64], fanout: int, replace: bool) -> NDArray[np.int64]:
+        """int64 [n]: where each of rows has its place for as many edges as it may draw."""
+        most = self.offsets[rows + 1] - self.offsets[rows]
+        if fanout >= 0:
+            most = np.where(most > 0, fanout, 0) if replace else np.minimum(most, fanout)
+        places: NDArray[np.int64] = np.cumsum(most) - most
+        return places
+
+    def draw(
+        self, asking: Asking, fanout: int, key: np.uint64, options: SamplingOptions, degree_max: int,
+        reader: Reader, room: ListRoom, places: NDArray[np.int64], row: NDArray[np.int64],
+        edge: NDArray[np.int64], taken: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """What nodes draw of lists, with options, see :func:`~featstore.sampling.list_draws.draw_lists`.
+        Raises CorruptionError, DeviceError, FormatError, and what ``room`` raises."""
+        drawn = degree_max if options.replace else max(0, min(fanout, degree_max))
+        keys = np.empty(drawn if self.weights is not None else 0)
+        picks, of_nodes = empty_picks(fanout, degree_max), self.by_node_times
+        by_last = options.temporal == "last" and (of_nodes or self.times is not None)
+        tables = self.weights, self.times, self.cache if of_nodes else None
+        rows, nodes, trees, lows, highs = asking
+        for some, weights, times, sources in self.pieces(rows, tables, reader, room):
+            wrong, at = draw_lists(
+                self.offsets, nodes, rows, trees, some, fanout, key, options.replace, by_last,
+                options.has_trees, *weights, *times, *sources, self.node_times, lows, highs, picks, keys,
+                places, row, edge, taken,
+            )  # fmt: skip
+            if wrong:
+                raise self.bad_value(wrong, at)
+
+    def pieces(
+        self, rows: NDArray[np.int64], tables: Sequence[Held | None], reader: Reader, room: ListRoom
+    ) -> Iterator[tuple[NDArray[np.int64], ListView, ListView, ListView]]:
+        """Which of ``rows`` have their lists at hand, and these, of ``tables``: weights, times and
+        sources."""
+        read = any(one is not None for one in tables)
+        order = np.argsort(rows, kind="stable") if read else np.arange(len(rows))
+        whole = WholeLists(self.offsets, rows[order], tables)
+        room_bytes = room(whole.least_bytes, whole.most_bytes) if read else 0
+        for some, (weights, times, sources) in whole.pieces(room_bytes, reader):
+            if tables[0] is None:
+                weights = weights._replace(values=_NO_WEIGHTS)
+            if tables[2] is None:
+                sources = sources._replace(values=self.cache.first[:0])
+            yield order[some], weights, times, sources
 
     def find(
         self, rows: NDArray[np.int64], row: NDArray[np.int64], col: NDArray[np.int64],
