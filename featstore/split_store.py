@@ -60,16 +60,18 @@ class SplitStore(WholeStore, Store):
 
     def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler | HostsSampler:  # type: ignore[override]
         """A neighbour sampler over a graph of all hosts. Where topology is split, too, it asks other hosts
-        for neighbours, and its options are those of :class:`featstore.hosts.sampler.HostsSampler`; else the
-        whole graph is on this host's disk, and they are those of
-        :class:`featstore.sampling.stored.StoredSampler`."""
+        for neighbours, and its options are those of :class:`featstore.hosts.sampler.HostsSampler`, by the
+        names of :meth:`featstore.Store.sampler`; else the whole graph is on this host's disk, and they are
+        as of that."""
         from featstore.hosts.sampler import HostsSampler
+        from featstore.sampling.attributes import SAMPLER_OPTIONS, sampler_options
 
         if not self.splits_topology:
             return super().sampler(fanouts, **options)
         self.check_open()
-        check_options(options, options_of(HostsSampler), "a sampler of a split store")
-        return HostsSampler(self, fanouts, **{"memory": "256MiB", **options})
+        own = [name for name in options_of(HostsSampler) if name != "options"]
+        check_options(options, (*own, *SAMPLER_OPTIONS), "a sampler of a split store")
+        return HostsSampler(self, fanouts, **{"memory": "256MiB", **sampler_options(self, options)})
 
     def loader_costs(self, *arguments: Any, **options: Any) -> Any:
         raise ArgumentError(

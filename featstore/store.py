@@ -231,30 +231,17 @@ class Store(Shown, OpenStore):
         :class:`featstore.sampling.stored.StoredSampler`, in place of whose ``options=`` are ``replace=``,
         ``disjoint=``, ``subgraph_type=``, ``weight_attr=``, ``time_attr=``, ``temporal_strategy=`` and
         ``time_window=``, as of :meth:`loader`. Weights and times of edges are those that the graph keeps."""
-        from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
+        from featstore.sampling.attributes import SAMPLER_OPTIONS, sampler_options
         from featstore.sampling.stored import StoredSampler
-        from featstore.storage.relations import graph_of
 
         self.check_open()
-        named = [name for name in SAMPLING_OPTIONS if name != "input_time"]
         own = [name for name in options_of(StoredSampler) if name != "options"]
-        check_options(options, (*own, *named), "a sampler")
+        check_options(options, (*own, *SAMPLER_OPTIONS), "a sampler")
         if "memory" not in options and variable("FEATSTORE_MEMORY"):
             options["memory"] = memory_said(MEMORY)[0]
         if "memory" not in options:
             raise ArgumentError("a sampler needs a budget: give memory=, bytes or a size such as '512MiB'")
-        said = {name: options.pop(name) for name in named if name in options}
-        if said:
-            graph = graph_of(self, options.get("graph"))
-            found = NamedOptions(self, graph, said, seeds_have_times=True)
-            if found.of_memory:
-                raise ArgumentError(
-                    f"{', '.join(found.of_memory)}: a sampler from disk goes by weights and times that the "
-                    "graph keeps: pack it with edge_weights= or edge_times=; store.loader holds the graph in "
-                    "memory for arrays"
-                )
-            options["options"] = found.from_disk()
-        return StoredSampler(self, fanouts, **options)
+        return StoredSampler(self, fanouts, **sampler_options(self, options))
 
     def loader(self, batches: Sampler | None = None, **options: Unpack[LoaderOptions]) -> Loader:
         """Mini-batches with the rows of their nodes: the same training loop under every ``mode``.

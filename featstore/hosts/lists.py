@@ -1,53 +1,61 @@
-"""Neighbours that hosts sample for each other, where each has the lists of its own nodes alone.
+"""Neighbours that this host samples for others, and for itself, among the lists of its own nodes; for the
+questions see :mod:`featstore.hosts.questions`.
 
-Who samples a mini-batch sends, for a hop, the nodes that the other host owns, with the key of the hop; the
-owner picks with that key, which is all that picking depends on (:mod:`featstore.sampling.picking`), and
-sends the neighbours that were picked, never a whole list. For each node it also sends its degree and where
-its list
-begins in the store that was split: from these, whoever asked knows which places were picked, and so every
-edge's number.
-
-All numbers of a question are int64: the graph's number, the fan-out, the key, how many neighbours of the
-first node are there already, how many may come, and the nodes. The answer is the degrees, the beginnings,
-and the neighbours. Questions are cut so that the answer fits a message. Only where a fan-out is -1 is that
-not known beforehand: then as many neighbours come as fit, and the rest is asked for again.
+What is picked follows from offsets in memory. What is drawn by weights or within times follows from whole
+lists of these (:mod:`featstore.sampling.lists_on_disk`), which are read for some nodes at a time, of one
+question after the other. Then only those neighbours are read, and numbers of edges, that were sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.checks import check_offsets
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.engine.request import Request, answered, chained
-from featstore.errors import ArgumentError, FormatError
-from featstore.hosts.asks import AnswerPlace, Ask
-from featstore.hosts.messages import HEADER_BYTES, Kind, message
+from featstore.errors import ArgumentError, BudgetError, FormatError
+from featstore.hosts.asks import AnswerPlace
 from featstore.hosts.owners import Owners
+from featstore.hosts.questions import Draw, ListsAnswer, ListsAsk, Question
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
-from featstore.sampling.cache import NO_MAP, NeighbourCache
+from featstore.sampling.cache import NO_MAP
+from featstore.sampling.lists_on_disk import ASKING_NODE_BYTES, LONGEST_BYTES, Asking, DrawnHow, ListsOnDisk
 from featstore.sampling.picking import empty_picks, pick_edges
 from featstore.storage.store import OpenStore, StoredGraph
 
-_HEAD = 5  # numbers of a question before its nodes
-_NODE_BYTES = 16  # of an answer, for each node
-_DEGREE_END = 1 << 32
+_DRAW_NODES, _DRAW_EDGES = 1024, 1 << 13  # that are drawn at once, unless one node draws more
+_DRAW_BYTES = ASKING_NODE_BYTES * _DRAW_NODES + 16 * _DRAW_EDGES
+_READ_BYTES = 1 << 18  # of lists that are looked at whole, unless one is longer
+
+
+@njit(cache=True, nogil=True)
+def begin_of(row: Any, offsets: Any, run_rows: Any, run_edges: Any) -> Any:
+    """Where the list of a part's row begins in the store that was split."""
+    run = np.searchsorted(run_rows, row, side="right") - 1
+    return run_edges[run] + offsets[row] - offsets[run_rows[run]]
+
+
+@njit(cache=True, nogil=True)
+def begins_of(rows: Any, offsets: Any, run_rows: Any, run_edges: Any, begins: Any) -> None:
+    """The same of some rows."""
+    for i in range(rows.shape[0]):
+        begins[i] = begin_of(rows[i], offsets, run_rows, run_edges)
 
 
 @njit(cache=True, nogil=True)
 def pick_own(
-    offsets: Any, row_of_node: Any, run_rows: Any, run_edges: Any, nodes: Any, local: Any, fanout: Any,
-    key: Any, skip: Any, picks: Any, degrees: Any, begins: Any, positions: Any,
+    offsets: Any, rows: Any, run_rows: Any, run_edges: Any, nodes: Any, fanout: Any, key: Any, skip: Any,
+    picks: Any, degrees: Any, begins: Any, positions: Any,
 ) -> Any:  # fmt: skip
-    """Pick among the lists of a host's ``nodes``, which are ``local`` in its own store: positions of edges
+    """Pick among the lists of a host's ``nodes``, which are ``rows`` of its own store: positions of edges
     into ``positions``, as many as fit where ``fanout`` is -1. ``degrees`` and ``begins`` are filled for each
     node. ``skip``: edges of the first node that are left out, of fan-out -1.
 
@@ -55,14 +63,12 @@ def pick_own(
     """
     filled = 0
     for i in range(nodes.shape[0]):
-        row = local[i] if row_of_node.shape[0] == 0 else np.int64(row_of_node[local[i]])
-        low = offsets[row]
-        degree = offsets[row + 1] - low
+        low = offsets[rows[i]]
+        degree = offsets[rows[i] + 1] - low
         if degree >= 4294967296:
             return -1 - i
-        run = np.searchsorted(run_rows, row, side="right") - 1
         degrees[i] = degree
-        begins[i] = run_edges[run] + low - offsets[run_rows[run]]
+        begins[i] = begin_of(rows[i], offsets, run_rows, run_edges)
         if fanout < 0:
             first = skip if i == 0 else 0
             for place in range(first, min(degree, first + positions.shape[0] - filled)):
@@ -73,125 +79,57 @@ def pick_own(
     return filled
 
 
-def picked(degrees: NDArray[np.int64], fanout: int) -> NDArray[np.int64]:
-    """How many neighbours are picked of lists so long."""
-    return degrees if fanout < 0 else np.minimum(degrees, fanout)
-
-
-class Question(NamedTuple):
-    """Neighbours of nodes of one host: ``nodes`` int64 [n], of which ``skip`` neighbours of the first are
-    there already. An answer has at most ``edges_max`` neighbours, each of ``item_bytes``."""
-
-    graph: int
-    fanout: int
-    key: np.uint64
-    skip: int
-    nodes: NDArray[np.int64]
-    edges_max: int
-    item_bytes: int
-
-    @property
-    def answer_bytes(self) -> int:
-        """At most."""
-        return _NODE_BYTES * len(self.nodes) + self.item_bytes * self.edges_max
-
-    def edges(self, degrees: NDArray[np.int64]) -> int:
-        """How many neighbours the answer has where lists are so long."""
-        return min(self.edges_max, int(picked(degrees, self.fanout).sum()) - self.skip)
-
-    def numbers(self) -> NDArray[np.int64]:
-        """As it is sent."""
-        key = int(self.key) - (1 << 64) * (int(self.key) >> 63)
-        return np.concatenate(
-            [np.array([self.graph, self.fanout, key, self.skip, self.edges_max]), self.nodes]
-        )
-
-
-class PickedLists(NamedTuple):
-    """``degrees``, ``begins``: int64 [n]. ``neighbours``: [edges], node ids."""
-
-    degrees: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    neighbours: NDArray[Any]
-
-    @classmethod
-    def of(cls, body: NDArray[np.uint8], nodes: int, dtype: np.dtype[Any]) -> PickedLists:
-        """What lies in the body of a message; its neighbours may be incomplete."""
-        numbers = body[: _NODE_BYTES * nodes].view(np.int64)
-        rest = body[_NODE_BYTES * nodes :]
-        return cls(
-            numbers[:nodes], numbers[nodes:], rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
-        )
-
-
-class ListsAsk(Ask):
-    """A question to one host. ``answer`` is there when it has ended well."""
-
-    kind = Kind.PICK
-
-    def __init__(self, request: Request, question: Question, dtype: np.dtype[Any]) -> None:
-        self._question, self._dtype = question, dtype
-        self.answer: PickedLists | None = None
-        super().__init__(request)
-
-    @property
-    def rows(self) -> int:
-        return len(self._question.nodes)
-
-    def message(self) -> NDArray[np.uint8]:
-        numbers = self._question.numbers()
-        raw = message(numbers.nbytes)
-        raw[HEADER_BYTES:] = numbers.view(np.uint8)
-        return raw
-
-    def wrong(self, body: NDArray[np.uint8]) -> str:
-        question = self._question
-        if len(body) >= _NODE_BYTES * self.rows:
-            degrees = PickedLists.of(body, self.rows, self._dtype).degrees
-            if ((degrees >= 0) & (degrees < _DEGREE_END)).all():
-                expected = _NODE_BYTES * self.rows + question.item_bytes * question.edges(degrees)
-                if len(body) == expected:
-                    return ""
-        return f"has answered {len(body):,} bytes that are not the neighbours of {self.rows:,} nodes"
-
-    def _put(self, body: NDArray[np.uint8]) -> None:
-        self.answer = PickedLists.of(body.copy(), self.rows, self._dtype)
+@njit(cache=True, nogil=True)
+def close_drawn(
+    offsets: Any, rows: Any, at: Any, taken: Any, edge: Any, skip: Any, positions: Any, places: Any
+) -> Any:
+    """Let what ``rows`` drew, from ``edge[at]`` on, stand side by side in ``positions``, as far as there is
+    room, but for the first ``skip`` of the first row; and where it is in the list in ``places``. Returns how
+    many there are."""
+    filled = 0
+    for i in range(rows.shape[0]):
+        for drawn in range(at[i] + (skip if i == 0 else 0), at[i] + taken[i]):
+            if filled == positions.shape[0]:
+                return filled
+            positions[filled] = edge[drawn]
+            places[filled] = edge[drawn] - offsets[rows[i]]
+            filled += 1
+    return filled
 
 
 class OwnLists:
-    """The whole lists of this host's nodes, of one graph: offsets in memory, neighbours there as far as
-    ``room_bytes`` have room, the rest on disk. ``reader``: has the tables of :func:`list_tables`; it is not
-    closed. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
+    """The whole lists of this host's nodes, of one graph: offsets in memory, neighbours and what else is kept
+    of edges there as far as :meth:`fill` has room, the rest on disk. ``reader``: has the tables of
+    :func:`lists_of`; it is not closed. Raises CorruptionError, DeviceError, FormatError."""
 
-    def __init__(self, part: OpenStore, name: str, owners: Owners, reader: Reader, room_bytes: int) -> None:
+    def __init__(self, part: OpenStore, name: str, owners: Owners, reader: Reader) -> None:
         family = part.manifest.family
         assert family is not None
         self.name, self._owners, self._reader = name, owners, reader
         split = family.split_graphs[name]
         assert split.lists is not None
-        graph = StoredGraph(part, f"{name}/lists", split.as_graph)
-        self._offsets_table, self._table = list_tables(name)
-        where = f"the lists of {graph.where()}"
-        offsets: NDArray[np.int64] = reader.read_runs({self._offsets_table: [(0, graph.table.rows + 1)]})[
-            self._offsets_table
-        ]
-        check_offsets(offsets, 0, graph.edges, f"the offsets of {where}")
-        self._offsets = offsets
-        row_of_node = graph.table.row_of_node()
+        self._lists = lists = lists_of(part, name)
+        lists.open(reader)
+        self._offsets = lists.offsets
+        row_of_node = lists.graph.table.row_of_node()
         self._row_of_node = NO_MAP if row_of_node is None else row_of_node
         self._run_rows, self._run_edges = part.load(split.lists.run_rows), part.load(split.lists.run_edges)
         if len(self._run_rows) and (self._run_rows[0] != 0 or (np.diff(self._run_rows) <= 0).any()):
             raise FormatError(
-                f"the runs of {where} do not begin with row 0 and ascend: run `featstore verify`"
+                f"the runs of the lists of {lists.graph.where()} do not begin with row 0 and ascend: run "
+                "`featstore verify`"
             )
         self.dtype = node_dtype(family.first_rows[split.as_graph.table_of_sources][-1])
-        self._cache = NeighbourCache(graph, offsets)
-        self._cache.fill(reader, room_bytes)
-        self.serve(np.array([0, 1, 0, 0, 0]), AnswerPlace(0, 0))  # so that the kernel is there
+        self._has = Draw.WEIGHTS * (lists.weights is not None) | Draw.TIMES * (lists.times is not None)
+        self._has |= Draw.NUMBERS * (lists.ids is not None)
+        self._drawing = threading.Lock()
+        for draw in (Draw(0), Draw.TREES, *([self._has | Draw.TREES] if self._has else [])):
+            nobody = np.concatenate([[0, 1, 0, 0, 0, int(draw)], np.zeros(0, np.int64)]).astype(np.int64)
+            self.serve(nobody, AnswerPlace(0, 0))  # so that the kernels are there
 
     @staticmethod
     def held_bytes(part: OpenStore, name: str) -> int:
-        """What lists take beside a reader and neighbours in memory."""
+        """What lists take beside a reader and what :meth:`fill` takes."""
         assert part.manifest.family is not None
         split = part.manifest.family.split_graphs[name]
         assert split.lists is not None
@@ -200,94 +138,181 @@ class OwnLists:
         return (8 + map_bytes) * split.lists.offsets.rows + 16 * split.lists.run_rows.shape[0]
 
     @property
-    def cached_bytes(self) -> int:
-        """Neighbours in memory."""
-        return self._cache.memory_bytes
+    def drawing_bytes(self) -> int:
+        """Scratch for one question: its longest list, where these are looked at whole."""
+        lists, longest = self._lists, int(np.diff(self._offsets).max(initial=0))
+        tables = [one for one in (lists.weights, lists.times) if one is not None]
+        whole_bytes = LONGEST_BYTES * longest + _READ_BYTES if tables else 0
+        return _DRAW_BYTES + 8 * max(0, longest - _DRAW_EDGES) + whole_bytes
+
+    def fill(self, room_bytes: int, values: bool) -> int:
+        """Hold neighbours, or what else there is of edges (``values``), as far as there is room; the bytes
+        that are."""
+        parts: list[Any] = list(self._lists.values) if values else [self._lists.cache]
+        held = 0
+        for part in parts:
+            part.fill(self._reader, room_bytes - held)
+            held += part.memory_bytes
+        return held
 
     def serve(self, asked: NDArray[np.int64], place: AnswerPlace) -> tuple[Request, int]:
-        """Pick the neighbours that a question asks for, and begin to read them into ``place``, whose ``ids``
-        are scratch; the request, and the bytes that the answer will have. Raises ArgumentError for what does
-        not fit there, IdError for nodes of others, FormatError."""
-        fanout, skip, edges_max = int(asked[1]), int(asked[3]), int(asked[4])
-        key, nodes = asked[2:3].view(np.uint64)[0], asked[_HEAD:]
-        count, item = len(nodes), self.dtype.itemsize
-        room = min(len(place.ids) - count, (len(place.body) - _NODE_BYTES * count) // item)
-        if not (fanout * count <= edges_max <= room and fanout >= -1 and skip >= 0 <= edges_max):
+        """Sample the neighbours that a question asks for, and begin to read them into ``place``, whose
+        ``ids`` are scratch; the request, and the bytes that the answer will have. Raises ArgumentError for
+        what does not fit there, IdError for nodes of others, CorruptionError, DeviceError, FormatError."""
+        question = Question.parsed(asked, self.dtype.itemsize)
+        nodes, fanout, edges_max = question.nodes, question.fanout, question.edges_max
+        count = len(nodes)
+        room = min(len(place.ids) - count, (len(place.body) - question.bytes_of(0)) // question.edge_bytes)
+        if not fanout * count <= edges_max <= room:
             raise ArgumentError(f"{edges_max:,} neighbours of {count:,} nodes are more than had been agreed")
-        local = self._owners.local(nodes, place.ids[:count])
-        head = PickedLists.of(place.body[: _NODE_BYTES * count], count, self.dtype)
+        lacking = question.draw & (Draw.WEIGHTS | Draw.TIMES | Draw.NUMBERS) & ~self._has
+        if lacking:
+            raise ArgumentError(f"graph {self.name!r} keeps no {lacking.name} of its edges here")
+        rows = self._owners.local(nodes, place.ids[:count])
+        if len(self._row_of_node):
+            rows[:] = self._row_of_node[rows]
+        head = ListsAnswer.of(place.body[: question.bytes_of(0)], question, self.dtype)
         positions = place.ids[count : count + edges_max]
-        filled = pick_own(
-            self._offsets, self._row_of_node, self._run_rows, self._run_edges, nodes, local, fanout, key,
-            skip, empty_picks(fanout, edges_max), head.degrees, head.begins, positions,
-        )  # fmt: skip
-        if filled < 0:
-            raise FormatError(f"the list of node {nodes[-1 - filled]} of graph {self.name!r} is too long")
-        end = _NODE_BYTES * count + filled * item
-        out = place.body[_NODE_BYTES * count : end].view(self.dtype)
-        return self._read(positions[:filled], out), end
+        if question.draw.picks:
+            filled = pick_own(
+                self._offsets, rows, self._run_rows, self._run_edges, nodes, fanout, question.key,
+                question.skip, empty_picks(fanout, edges_max), head.lengths, head.begins, positions,
+            )  # fmt: skip
+            if filled < 0:
+                raise FormatError(f"the list of node {nodes[-1 - filled]} of graph {self.name!r} is too long")
+            places = np.empty(0, np.uint32)
+        else:
+            places = np.empty(edges_max, np.uint32)
+            with self._drawing:
+                filled = self._draw(question, rows, head, positions, places)
+        body = place.body[: question.bytes_of(filled)]
+        answer = ListsAnswer.of(body, question, self.dtype)
+        answer.places[:] = places[: len(answer.places)]
+        return self._read(positions[:filled], answer), len(body)
 
-    def _read(self, positions: NDArray[np.int64], out: NDArray[Any]) -> Request:
-        first = self._cache.first
-        if len(first) == int(self._offsets[-1]):
-            np.take(first, positions, out=out, mode="clip")  # "raise" would take a second buffer
-            return answered(out)
-        there = np.flatnonzero(positions < len(first))
-        out[there] = first[positions[there]]
-        if len(there) == len(positions):
-            return answered(out)
-        missing = np.flatnonzero(positions >= len(first))
-        read = self._reader.submit(
-            {self._table: positions[missing]}, out={self._table: out}, at={self._table: missing}
-        )
-        return chained(read, lambda: out)
+    def _draw(
+        self, question: Question, rows: NDArray[np.int64], head: ListsAnswer, positions: NDArray[np.int64],
+        places: NDArray[np.uint32],
+    ) -> int:  # fmt: skip
+        """Draw with options, for some nodes after the other; of fan-out -1 until there is no more room."""
+        lists, draw, fanout = self._lists, question.draw, question.fanout
+        replace, by_times = bool(draw & Draw.REPLACE), bool(draw & Draw.TIMES)
+        tables = lists.weights if draw & Draw.WEIGHTS else None, lists.times if by_times else None, None
+        how = DrawnHow(replace, bool(draw & Draw.LAST), bool(draw & Draw.TREES))
+        head.lengths[:] = -1
+        filled = 0
+        for low, high in self._blocks(rows, fanout):
+            here = rows[low:high]
+            edges, degree_max = lists.size(here, 0, len(here), fanout, replace)
+            at, taken, edge = (
+                lists.places(here, fanout, replace),
+                head.lengths[low:high],
+                np.empty(edges, np.int64),
+            )
+            of = question.of.at(slice(low, high))
+            lists.draw(
+                Asking(here, *of), fanout, question.key, how, degree_max, tables, self._reader, _room, at,
+                edge[:0], edge, taken,
+            )  # fmt: skip
+            skip = question.skip if low == 0 else 0
+            filled += int(
+                close_drawn(self._offsets, here, at, taken, edge, skip, positions[filled:], places[filled:])
+            )
+            if fanout < 0 and filled == len(positions):
+                break
+        begins_of(rows, self._offsets, self._run_rows, self._run_edges, head.begins)
+        return filled
+
+    def _blocks(self, rows: NDArray[np.int64], fanout: int) -> Iterator[tuple[int, int]]:
+        """Nodes that are drawn at once."""
+        most = self._offsets[rows + 1] - self._offsets[rows] if fanout < 0 else np.full(len(rows), fanout)
+        ends = np.cumsum(most)
+        low = 0
+        while low < len(rows) or len(rows) == 0:
+            before = int(ends[low - 1]) if low else 0
+            fits = int(np.searchsorted(ends, before + _DRAW_EDGES, side="right"))
+            high = min(len(rows), low + _DRAW_NODES, max(low + 1, fits))
+            yield low, high
+            low = high
+            if low == len(rows):
+                return
+
+    def _read(self, positions: NDArray[np.int64], answer: ListsAnswer) -> Request:
+        """Have the neighbours at these positions, and the numbers of the edges."""
+        lists = self._lists
+        parts = [(lists.sources, lists.cache.first, answer.neighbours)]
+        if len(answer.numbers):
+            assert lists.ids is not None
+            parts.append((lists.ids.table, lists.ids.first, answer.numbers))
+        wanted = dict[str, NDArray[np.int64]]()
+        missed = dict[str, tuple[NDArray[Any], NDArray[np.intp]]]()
+        for table, held, into in parts:
+            there = positions < len(held)
+            if there.all():
+                _take(held, positions, into)
+                continue
+            into[there] = held[positions[there]]
+            missed[table] = into, np.flatnonzero(~there)
+            wanted[table] = positions[missed[table][1]]
+        if not wanted:
+            return answered(answer)
+        read = self._reader.submit(wanted)
+
+        def put() -> ListsAnswer:
+            for table, rows in read.result().items():
+                into, at = missed[table]
+                into[at] = rows
+            return answer
+
+        return chained(read, put)
 
 
 class ListsOfHost:
-    """All lists of a host, by the graphs' names in order, over one reader. ``options``: of that."""
+    """All lists of a host, by the graphs' names in order, over one reader, within ``memory_bytes``, of which
+    that is what they have taken. ``options``: of the reader. Raises BudgetError, CorruptionError,
+    DeviceError, FormatError."""
 
     def __init__(
         self, part: OpenStore, owners: Mapping[str, Owners], memory_bytes: int, **options: Any
     ) -> None:
         names, needs, held = _needs(part, options)
         assert part.manifest.family is not None
-        self.memory_bytes = memory_bytes
-        own = own_bytes(memory_bytes - own_bytes(1, needs) + own_bytes(1, []) - held, needs)
-        tables = [table for name in names for table in list_tables(name)]
+        own = own_bytes(memory_bytes - own_bytes(1, needs) + own_bytes(1, []) - held - _DRAW_BYTES, needs)
+        tables = [table for name in names for table in lists_of(part, name).tables]
         self._reader = Reader(part, tables=tables, memory=own, static=None, static_memory=0, **options)
-        room = memory_bytes - held - own
         self.graphs: dict[str, OwnLists] = {}
         try:
             for name in names:
                 owns = owners[part.manifest.family.split_graphs[name].table]
-                self.graphs[name] = OwnLists(part, name, owns, self._reader, room)
-                room -= self.graphs[name].cached_bytes
+                self.graphs[name] = OwnLists(part, name, owns, self._reader)
+            graphs = self.graphs.values()
+            room = memory_bytes - held - own - max(one.drawing_bytes for one in graphs)
+            if room < 0:
+                what = "look at the longest list of a node, by whose weights or times neighbours are drawn"
+                raise BudgetError(memory_bytes - room, memory_bytes, what)
+            for values in (False, True):
+                for one in graphs:
+                    room -= one.fill(room, values)
+            self.memory_bytes = memory_bytes - room
         except BaseException:
             self._reader.close()
             raise
 
     @staticmethod
     def least_bytes(part: OpenStore, **options: Any) -> int:
-        """Memory without any neighbour in it."""
+        """Memory without any neighbour in it, where no list is long."""
         _, needs, held = _needs(part, options)
-        return held + own_bytes(1, needs)
-
-    @staticmethod
-    def most_bytes(part: OpenStore, **options: Any) -> int:
-        """Memory with all neighbours in it."""
-        names, needs, held = _needs(part, options)
-        whole = sum(part.table(list_tables(name)[1]).data_bytes for name in names)
-        return held + own_bytes(1 << 60, needs) + whole
+        return held + _DRAW_BYTES + own_bytes(1, needs)
 
     def serve(self, asked: NDArray[np.int64], place: AnswerPlace) -> tuple[Request, int]:
         """As :class:`featstore.hosts.line.ServeLists`."""
         graphs = list(self.graphs.values())
-        if len(asked) < _HEAD or not 0 <= asked[0] < len(graphs):
-            raise ArgumentError("has asked for neighbours in a way that contradicts itself")
+        if len(asked) == 0 or not 0 <= asked[0] < len(graphs):
+            raise ArgumentError("has asked for neighbours of a graph that there is not")
         return graphs[int(asked[0])].serve(asked, place)
 
     def answer(self, ask: ListsAsk, question: Question) -> None:
-        """PickedLists a question of this host's own."""
+        """ListsAnswer a question of this host's own."""
         place = AnswerPlace(question.answer_bytes, len(question.nodes) + question.edges_max)
         read, byte_count = self.serve(question.numbers(), place)
         read.add_done_callback(partial(_own_answer, ask, place.body[:byte_count]))
@@ -310,13 +335,29 @@ def graphs_of(part: OpenStore) -> list[str]:
     return [] if family is None else sorted(family.split_graphs)
 
 
-def list_tables(name: str) -> tuple[str, str]:
-    """The tables of a graph's whole lists: offsets, sources."""
-    return f"{name}/lists/offsets", f"{name}/lists/sources"
+def lists_of(part: OpenStore, name: str) -> ListsOnDisk:
+    """A graph's whole lists in a part, with all that is kept of their edges; nothing is read."""
+    family = part.manifest.family
+    assert family is not None
+    split = family.split_graphs[name]
+    graph = StoredGraph(part, f"{name}/lists", split.as_graph)
+    return ListsOnDisk(graph, None, weights=graph.has_weights, times=graph.has_times, whole_edges=split.edges)
 
 
 def _needs(part: OpenStore, options: Mapping[str, Any]) -> tuple[list[str], list[TableNeed], int]:
     """(names of graphs, what a reader of their lists needs, what the lists take beside it)."""
     names, verify = graphs_of(part), bool(options.get("verify", True))
-    needs = [table_need(part.table(table), verify) for name in names for table in list_tables(name)]
+    needs = [table_need(part.table(table), verify) for name in names for table in lists_of(part, name).tables]
     return names, needs, sum(OwnLists.held_bytes(part, name) for name in names)
+
+
+def _take(held: NDArray[Any], positions: NDArray[np.int64], into: NDArray[Any]) -> None:
+    if held.dtype == into.dtype:
+        np.take(held, positions, out=into, mode="clip")  # "raise" would take a second buffer
+    else:
+        into[:] = held[positions]
+
+
+def _room(least_bytes: int, most_bytes: int) -> int:
+    """How many bytes of lists are read at once."""
+    return max(least_bytes, min(most_bytes, _READ_BYTES))

@@ -1,7 +1,7 @@
 """The neighbours of a hop's nodes, of graphs of which each host has the lists of its own nodes.
 
 The nodes are divided among their owners: all others are asked at the same time, about the nodes of a graph in
-one message where that holds them, while this host picks among its own lists. What is picked depends on the
+one message where that holds them, while this host samples from its own lists. What is sampled depends on the
 seed, the mini-batch and the node alone.
 
 How many neighbours there are is known when they are there, so questions go out in waves of a quarter of the
@@ -17,12 +17,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.checks import check_range
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.engine.request import in_pieces
 from featstore.errors import BudgetError, FormatError, SourceError
-from featstore.hosts.lists import ListsAsk, Question, picked
+from featstore.hosts.exchange import IDS_MAX, Exchange
+from featstore.hosts.line import received_bytes
 from featstore.hosts.owners import Owners
+from featstore.hosts.questions import (
+    ANSWER_NODE_BYTES,
+    HEAD_BYTES,
+    Draw,
+    ListsAnswer,
+    ListsAsk,
+    OfNodes,
+    Question,
+    picked,
+)
 from featstore.sampling.picking import empty_picks, pick_edges
 
 if TYPE_CHECKING:
@@ -30,9 +42,10 @@ if TYPE_CHECKING:
     from featstore.hosts.split_store import WholeStore
     from featstore.storage.store import StoredGraph
 
-ASKING_BYTES = 64  # of a hop, for each node that asks
+ASKING_BYTES = 96  # of a hop, for each node that asks
 _WAVES = 4  # of the memory, a wave of questions takes one part in so many
 _EDGE_BYTES = 8  # scratch of this host's own answers
+_NONE = np.empty(0, np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -52,16 +65,19 @@ def lay_out_hop(
 
 
 @njit(cache=True, nogil=True)
-def place_lists(positions: Any, starts: Any, counts: Any, skip: Any, neighbours: Any, row: Any) -> None:
-    """Put the ``neighbours`` of the nodes at ``positions`` of a hop where theirs begin; of the first ``skip``
-    are there already."""
+def place_lists(
+    positions: Any, starts: Any, counts: Any, skip: Any, values: Any, begins: Any, out: Any
+) -> None:
+    """Put the ``values`` of edges of the nodes at ``positions`` of a hop where theirs begin; of the first
+    ``skip`` are there already. To each is added what ``begins`` has of the node, where it has any."""
     filled = 0
     for i in range(positions.shape[0]):
         at = positions[i]
+        begin = begins[at] if begins.shape[0] > 0 else np.int64(0)
         for place in range(skip, counts[at]):
-            if filled == neighbours.shape[0]:
+            if filled == values.shape[0]:
                 return
-            row[starts[at] + place] = neighbours[filled]
+            out[starts[at] + place] = begin + np.int64(values[filled])
             filled += 1
         skip = 0
 
@@ -76,52 +92,80 @@ class _Chunk(NamedTuple):
 
 
 class _Lists(NamedTuple):
-    """What is known of a graph: its ``number`` in messages, who has which list, and neighbours' dtype."""
+    """What is known of a graph: its ``number`` in messages, who has which list, neighbours' dtype, and how
+    they are drawn."""
 
     graph: StoredGraph
     number: int
     owners: Owners
     item: np.dtype[Any]
+    draw: Draw
 
 
 @dataclass
 class AskedHop:
-    """What has come of a hop so far, of its ``nodes``."""
+    """What has come of a hop so far, ``of`` its nodes; ``lengths`` are those of lists where neighbours are
+    picked, else how many are drawn."""
 
     lists: _Lists
-    nodes: NDArray[np.int64]
+    of: OfNodes
     fanout: int
     key: np.uint64
-    degrees: NDArray[np.int64]
+    lengths: NDArray[np.int64]
     begins: NDArray[np.int64]
-    come: list[tuple[_Chunk, NDArray[Any]]] = field(default_factory=list)
+    come: list[tuple[_Chunk, ListsAnswer]] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> NDArray[np.int64]:
+        """int64 [n]: who asks."""
+        return self.of.nodes
 
     @property
     def held_bytes(self) -> int:
         """Memory of it, while more comes."""
-        return ASKING_BYTES * len(self.nodes) + sum(neighbours.nbytes for _, neighbours in self.come)
+        return ASKING_BYTES * len(self.nodes) + sum(answer.edge_bytes for _, answer in self.come)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """int64 [n]: how many neighbours each has."""
+        return picked(self.lengths, self.fanout) if self.lists.draw.picks else self.lengths
 
     @property
     def edges(self) -> int:
-        """How many neighbours are picked."""
-        return int(picked(self.degrees, self.fanout).sum())
+        """How many neighbours there are."""
+        return int(self.counts.sum())
 
     @property
-    def degree_max(self) -> int:
-        return int(self.degrees.max(initial=0))
+    def picks(self) -> int:
+        """How many a node picks at most, whose places follow from the lengths of lists."""
+        return max(1, min(self.fanout, int(self.lengths.max(initial=0)))) if self.lists.draw.picks else 1
 
     def lay_out(
-        self, first: int, picks: NDArray[np.int64], row: NDArray[np.int64], col: NDArray[np.int64],
-        edge: NDArray[np.int64],
-    ) -> None:  # fmt: skip
-        """The neighbours into ``row``, who asks into ``col``, from ``first`` on, and the numbers of the edges
-        into ``edge``."""
-        starts, counts = np.empty(len(self.nodes), np.int64), picked(self.degrees, self.fanout)
-        lay_out_hop(
-            self.nodes, first, self.degrees, self.begins, self.fanout, self.key, picks, starts, col, edge
-        )
-        for chunk, neighbours in self.come:
-            place_lists(chunk.positions, starts, counts, chunk.skip, neighbours, row)
+        self, first: int, row: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """The neighbours into ``row``, who asks into ``col``, from ``first`` on, and the positions of the
+        edges in the store that was split into ``edge``. Returns the user's numbers of them, int64, where they
+        are wanted. Raises FormatError for a number that no edge has."""
+        counts, numbers = self.counts, np.empty(len(row) if self.lists.draw & Draw.NUMBERS else 0, np.int64)
+        starts = np.cumsum(counts) - counts
+        if self.lists.draw.picks:
+            lay_out_hop(
+                self.nodes, first, self.lengths, self.begins, self.fanout, self.key,
+                empty_picks(self.fanout, int(self.lengths.max(initial=0))), starts, col, edge,
+            )  # fmt: skip
+        else:
+            col[:] = np.repeat(np.arange(first, first + len(self.nodes)), counts)
+        for chunk, answer in self.come:
+            each = chunk.positions, starts, counts, chunk.skip
+            place_lists(*each, answer.neighbours, _NONE, row)
+            if len(answer.places):
+                place_lists(*each, answer.places, self.begins, edge)
+            if len(answer.numbers):
+                place_lists(*each, answer.numbers, _NONE, numbers)
+        if not self.lists.draw & Draw.NUMBERS:
+            return None
+        check_range(numbers, self.lists.graph.edges, f"an edge id of {self.lists.graph.where()}")
+        return numbers
 
     def no_node(self, row: Any, target: Any, edge: Any) -> FormatError:
         """For a neighbour of ``target`` that is no node."""
@@ -137,39 +181,48 @@ _Asked = tuple[AskedHop, _Chunk]
 
 
 class Neighbours:
-    """Asks for those of nodes of ``graphs``' tables, within ``memory_bytes``. ``fanouts``: all that there
-    are. ``nodes_remote``: nodes that others were asked about; ``exchanges``: times that these were waited
-    for. Raises SourceError for fan-outs that no message could hold."""
+    """Asks for those of nodes of ``graphs``' tables, within ``memory_bytes``, as each is drawn. ``fanouts``:
+    all that there are. ``nodes_remote``: nodes that others were asked about; ``exchanges``: times that these
+    were waited for. Raises SourceError for fan-outs that no message could hold."""
 
     def __init__(
-        self, store: WholeStore, graphs: Iterable[StoredGraph], fanouts: Iterable[int], memory_bytes: int
-    ) -> None:
+        self, store: WholeStore, graphs: Iterable[tuple[StoredGraph, Draw]], fanouts: Iterable[int],
+        memory_bytes: int,
+    ) -> None:  # fmt: skip
         self._memory_bytes = memory_bytes
         self._own, self._exchange = store.lists()
-        self._nodes_max, self._edges_max = store.lists_limits()
+        names = sorted(store.graphs)
+        self._lists = {
+            one.name: _Lists(
+                one, names.index(one.name), store.owners[one.table.name],
+                node_dtype(one.source_table.rows), draw,
+            )
+            for one, draw in graphs
+        }  # fmt: skip
+        draws = [(one.draw, one.item) for one in self._lists.values()]
+        node_bytes = max(Question.node_bytes(draw) for draw, _ in draws)
+        edge_bytes = max(ListsAnswer.bytes_of_edge(draw, item.itemsize) for draw, item in draws)
+        self._nodes_max, self._edges_max = _limits(self._exchange, node_bytes, edge_bytes)
         largest = max(fanouts)
         if largest > self._edges_max:
             raise SourceError(
                 f"a fan-out of {largest:,} is more than the {self._edges_max:,} neighbours that a message "
                 "between hosts holds: give -1 for all, or the store more memory (open_split(memory=))"
             )
-        names = sorted(store.graphs)
-        self._lists = {
-            one.name: _Lists(
-                one, names.index(one.name), store.owners[one.table.name], node_dtype(one.source_table.rows)
-            )
-            for one in graphs
-        }
         self.nodes_remote = self.exchanges = 0
         none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
         lay_out_hop(no_ids, 0, no_ids, no_ids, 1, np.uint64(0), empty_picks(1, 1), no_ids, no_ids, no_ids)
-        for item in {one.item for one in self._lists.values()}:
-            place_lists(none, no_ids, no_ids, 0, np.empty(0, item), no_ids)
+        for values in (no_ids, np.empty(0, np.int32), np.empty(0, np.uint32)):
+            place_lists(none, no_ids, no_ids, 0, values, no_ids, no_ids)
 
-    def hop(self, graph: str, nodes: NDArray[np.int64], fanout: int, key: np.uint64) -> AskedHop:
+    def draw(self, graph: str) -> Draw:
+        """How those of a graph are drawn."""
+        return self._lists[graph].draw
+
+    def hop(self, graph: str, of: OfNodes, fanout: int, key: np.uint64) -> AskedHop:
         """A hop of which nothing has come."""
-        degrees, begins = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
-        return AskedHop(self._lists[graph], nodes, fanout, key, degrees, begins)
+        lengths, begins = np.zeros(len(of.nodes), np.int64), np.zeros(len(of.nodes), np.int64)
+        return AskedHop(self._lists[graph], of, fanout, key, lengths, begins)
 
     def have(self, hops: Sequence[AskedHop], beside_bytes: int = 0) -> None:
         """Have the neighbours of these, from all hosts; ``beside_bytes``: what else the memory holds."""
@@ -208,9 +261,9 @@ class Neighbours:
 
     def _question(self, asked: _Asked) -> Question:
         hop, chunk = asked
-        nodes, lists = hop.nodes[chunk.positions], hop.lists
-        edges, item_bytes = self._edges(asked), lists.item.itemsize
-        return Question(lists.number, hop.fanout, hop.key, chunk.skip, nodes, edges, item_bytes)
+        lists, edges = hop.lists, self._edges(asked)
+        of, item_bytes = hop.of.at(chunk.positions), lists.item.itemsize
+        return Question(lists.number, hop.fanout, hop.key, chunk.skip, edges, lists.draw, of, item_bytes)
 
     def _ask(self, wave: list[_Asked]) -> list[_Asked]:
         """Ask, others first, and wait for all. Returns what is to be asked for again, beyond what has
@@ -240,7 +293,7 @@ class Neighbours:
         remote = sum(len(asked[1].positions) for asked in wave if not own(asked))
         self.nodes_remote += remote
         self.exchanges += remote > 0
-        return [(hop, rest) for (hop, chunk), one in answers if (rest := _take(hop, chunk, one)) is not None]
+        return [(hop, rest) for (hop, chunk), one in answers if (rest := _take(hop, chunk, one.answer))]
 
     def reserve(self, scratch_bytes: int, what: str) -> None:
         """Raise BudgetError where that is more than the memory."""
@@ -250,15 +303,27 @@ class Neighbours:
             )
 
 
-def _take(hop: AskedHop, chunk: _Chunk, ask: ListsAsk) -> _Chunk | None:
+def _take(hop: AskedHop, chunk: _Chunk, answer: ListsAnswer | None) -> _Chunk | None:
     """Keep an answer; what it lacks."""
-    assert ask.answer is not None
-    degrees, begins, neighbours = ask.answer
-    hop.degrees[chunk.positions], hop.begins[chunk.positions] = degrees, begins
-    hop.come.append((chunk, neighbours))
-    ends, come = np.cumsum(picked(degrees, hop.fanout)), chunk.skip + len(neighbours)
-    if come == int(ends[-1]):
-        return None
-    first = int(np.searchsorted(ends, come, side="right"))
-    skip = come - (int(ends[first - 1]) if first else 0)
-    return _Chunk(chunk.host, chunk.positions[first:], skip)
+    assert answer is not None
+    hop.lengths[chunk.positions], hop.begins[chunk.positions] = answer.lengths, answer.begins
+    hop.come.append((chunk, answer))
+    counts = picked(answer.lengths, hop.fanout) if hop.lists.draw.picks else answer.lengths
+    known = int(np.count_nonzero(counts >= 0))  # of those that the owner has looked at
+    ends, come = np.cumsum(counts[:known]), chunk.skip + len(answer.neighbours)
+    first, skip = known, 0
+    if come < int(ends[-1]):
+        first = int(np.searchsorted(ends, come, side="right"))
+        skip = come - (int(ends[first - 1]) if first else 0)
+    return _Chunk(chunk.host, chunk.positions[first:], skip) if first < len(counts) else None
+
+
+def _limits(exchange: Exchange | None, node_bytes: int, edge_bytes: int) -> tuple[int, int]:
+    """How many nodes, of so many bytes there, can be asked about in a message, and how many neighbours an
+    answer has."""
+    ids_max, body_bytes = IDS_MAX, 8 * IDS_MAX
+    if exchange is not None:
+        ids_max, body_bytes = exchange.ids_max, exchange.body_bytes
+    room = received_bytes(body_bytes, ids_max, 0) - HEAD_BYTES
+    nodes = max(1, min(ids_max // 4, room // node_bytes))
+    return nodes, max(1, min(ids_max // 2, (body_bytes - ANSWER_NODE_BYTES * nodes) // edge_bytes))

@@ -1,9 +1,10 @@
 """Sampling where topology is split, too: each host has the lists of its own nodes.
 
 Hop by hop the neighbours of a mini-batch's nodes come from who owns these
-(:mod:`featstore.hosts.neighbours`); then the hop is complete, and the next one begins. Mini-batches are those
-that :class:`featstore.sampling.stored.StoredSampler` samples from the whole topology, edge by edge; of edge
-types those of :class:`featstore.sampling.typed_stored.TypedStoredSampler`.
+(:mod:`featstore.hosts.neighbours`), of all relations at once; then the hop is complete, and the next one
+begins. Mini-batches are those that :class:`featstore.sampling.stored.StoredSampler` samples from the whole
+topology, edge by edge, with the same options; of edge types those of
+:class:`featstore.sampling.typed_stored.TypedStoredSampler`.
 
 **Memory** is one budget for the scratch of mini-batches: neighbours under way and the hop that they become. A
 mini-batch that needs more is a BudgetError. Lists, and what serves other hosts, are of the store.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,22 +22,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_fanouts, as_integer
-from featstore.base.dtypes import node_dtype
 from featstore.base.hashing import batch_key
 from featstore.base.process import OneProcess
-from featstore.errors import FormatError
+from featstore.errors import SourceError
+from featstore.hosts.growing import SLOT_BYTES, GrowingOverHosts
 from featstore.hosts.neighbours import ASKING_BYTES, Neighbours
-from featstore.sampling.cache import NO_MAP
-from featstore.sampling.hops import Hops, HopSampler
-from featstore.sampling.neighbors import SampledSubgraph, checked_seeds
-from featstore.sampling.picking import enter_hop, seed_table, table_size
+from featstore.hosts.questions import Draw
+from featstore.sampling.edge_ids import wants_edge_ids
+from featstore.sampling.growing import Grown, Relation
+from featstore.sampling.neighbors import SampledSubgraph, as_options, checked_seeds, subgraph_of_one
+from featstore.sampling.options import SamplingOptions, kept
+from featstore.sampling.picking import table_size
 from featstore.storage.relations import graph_of
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.hosts.split_store import WholeStore
+    from featstore.storage.store import StoredGraph
 
-_NO_OFFSETS = np.zeros(1, np.int64)
+_NONE = np.empty(0, np.int64)
+_REVERSING_BYTES = 200  # of each edge, while it and its reverse are sorted
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,54 @@ class HostsSamplerStats:
     exchanges: int = 0
 
 
+def draws_of(
+    graphs: Sequence[StoredGraph], options: SamplingOptions, edge_ids: bool | None
+) -> list[tuple[StoredGraph, Draw]]:
+    """How owners draw from the lists of graphs. Raises ArgumentError, SourceError for what they cannot."""
+    if options.subgraph == "induced":
+        raise SourceError(
+            "subgraph_type='induced' looks at whole lists, which owners keep for themselves: take "
+            "'directional' or 'bidirectional', or split with split_topology=False"
+        )
+    if options.node_times is not None:
+        raise SourceError(
+            "times of nodes are those of neighbours, whom others own: where topology is split, owners go by "
+            "times of edges (pack with edge_times=, and say input_time=); or split with split_topology=False"
+        )
+    keys: list[Any] = [graph.name if graph.edge_type is None else graph.edge_type for graph in graphs]
+    weighted, timed = kept(options.weights, keys, "weights"), kept(options.edge_times, keys, "edge_times")
+    found = []
+    for key, graph in zip(keys, graphs, strict=True):
+        for part, asked, there in (
+            ("weights", key in weighted, graph.has_weights), ("times", key in timed, graph.has_times)
+        ):  # fmt: skip
+            if asked and not there:
+                raise SourceError(f"{graph.where()} has no {part}: pack it with edge_{part}= (--edge-{part})")
+        draw = Draw.of(
+            options, weights=key in weighted, times=key in timed, numbers=wants_edge_ids(graph, edge_ids)
+        )
+        found.append((graph, draw))
+    return found
+
+
 class OverHosts(OneProcess, ABC):
-    """What samplers over the lists of several hosts have in common: whom they ask, and what they count."""
+    """What samplers over the lists of several hosts have in common: whom they ask, how mini-batches grow, and
+    what they count. ``types``: nodes of each."""
 
     called = "the sampler of a split store"
 
-    def __init__(self, store: WholeStore, seed: int, neighbours: Neighbours) -> None:
+    def __init__(
+        self, store: WholeStore, seed: int, types: Mapping[str, int], relations: Sequence[Relation],
+        graphs: Sequence[StoredGraph], memory: int | str, options: SamplingOptions | None,
+        edge_ids: bool | None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.store, self.seed, self._neighbours = store, as_integer(seed, "seed"), neighbours
+        self.store, self.seed, self.options = store, as_integer(seed, "seed"), as_options(options)
+        draws = draws_of(graphs, self.options, edge_ids)
+        fanouts = [one for relation in relations for one in relation.fanouts]
+        self._neighbours = Neighbours(store, draws, fanouts, parse_bytes(memory, "memory"))
+        names = {relation.name: graph.name for relation, graph in zip(relations, graphs, strict=True)}
+        self._growing = GrowingOverHosts(types, relations, self.options, names, self._neighbours)
         self._lock = threading.Lock()
         self._batches = self._edges_asked = 0
 
@@ -67,16 +112,43 @@ class OverHosts(OneProcess, ABC):
         """Number of nodes that may be seeds, of all hosts."""
 
     @abstractmethod
+    def _seed_type(self) -> str:
+        """Their type."""
+
+    @abstractmethod
+    def _result(self, found: Grown) -> Any:
+        """What was found, as a mini-batch."""
+
+    def _made(
+        self, seeds: NDArray[Any], batch_index: int, epoch: int, seed_times: NDArray[Any] | None
+    ) -> Any:
+        self.check_open()
+        self.store.check_open()
+        nodes, of = checked_seeds(seeds, self.node_count), self._seed_type()
+        key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+        times = None if seed_times is None else {of: seed_times}
+        with self._lock:
+            self.check_room(len(nodes))
+            try:
+                found = self._growing.sample({of: nodes}, key, times)
+                edges = sum(len(part[2]) for parts in found.parts for part in parts)
+                if self.options.subgraph == "bidirectional":
+                    self._neighbours.reserve(_REVERSING_BYTES * edges, "have the reverse of edges")
+                found.slots.clear()
+                made = self._result(found)
+            finally:
+                self._growing.forget()
+            self._batches, self._edges_asked = self._batches + 1, self._edges_asked + edges
+            return made
+
     def check_room(self, seeds: int) -> None:
         """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
         seeds."""
-
-    def _begun(self, seeds: NDArray[Any], batch_index: int, epoch: int) -> tuple[NDArray[np.int64], int]:
-        """The seeds of a mini-batch, checked, and its key."""
-        self.check_open()
-        self.store.check_open()
-        nodes = checked_seeds(seeds, self.node_count)
-        return nodes, batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+        growing, of = self._growing, self._seed_type()
+        asking = sum(one.target == of and one.fanouts[0] != 0 for one in growing.relations)
+        slots = table_size(seeds) + (len(growing.types) - 1) * table_size(0)
+        needed = (ASKING_BYTES * max(1, asking) + 8) * seeds + SLOT_BYTES * slots
+        self._neighbours.reserve(needed, "begin the sampling")
 
     def stats(self) -> HostsSamplerStats:
         """What has been counted so far."""
@@ -94,83 +166,55 @@ class OverHosts(OneProcess, ABC):
         self.close()
 
 
-class HostsSampler(OverHosts, HopSampler):
-    """Uniform neighbour sampler without replacement over a graph whose lists are on several hosts; made by
-    :meth:`featstore.SplitStore.sampler`. A context manager; safe to use from several threads, which take
-    turns. It belongs to the process that opened the store.
+class HostsSampler(OverHosts):
+    """Neighbour sampler over a graph whose lists are on several hosts, uniform and without replacement unless
+    options say otherwise; made by :meth:`featstore.SplitStore.sampler`. A context manager; safe to use from
+    several threads, which take turns. It belongs to the process that opened the store.
 
-    ``memory``: of mini-batches under way, bytes or ``"256MiB"``; finished ones are the caller's. Raises
-    BudgetError, SourceError for fan-outs that no message could hold, PeerError where a host is gone.
+    ``memory``: of mini-batches under way, bytes or ``"256MiB"``; finished ones are the caller's.
+    ``edge_ids``, ``options``: as of :class:`~featstore.sampling.stored.StoredSampler`, but for induced
+    subgraphs and times of nodes. Raises BudgetError, ArgumentError, SourceError for fan-outs that no message
+    could hold, and options that owners cannot draw by, PeerError where a host is gone.
     """
 
     def __init__(
         self, store: WholeStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0,
-        graph: str | None = None,
+        graph: str | None = None, edge_ids: bool | None = None, options: SamplingOptions | None = None,
     ) -> None:  # fmt: skip
         self.fanouts, self.graph = as_fanouts(fanouts), graph_of(store, graph)
-        memory_bytes = parse_bytes(memory, "memory")
-        super().__init__(store, seed, Neighbours(store, [self.graph], self.fanouts, memory_bytes))
-        self._item = node_dtype(self.node_count)
+        self._type = self.graph.table.name
+        relation = Relation(self._type, self._type, _NONE, _NONE, self.fanouts)
+        types = {self._type: self.node_count}
+        super().__init__(store, seed, types, [relation], [self.graph], memory, options, edge_ids)
 
     @property
     def node_count(self) -> int:
         """Number of nodes of the whole graph."""
         return self.graph.table.rows
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
-        """The mini-batch around ``seeds`` (node ids, any integer dtype [b], no duplicates), whoever owns
-        them: that of :meth:`featstore.sampling.stored.StoredSampler.sample` over the store that was split,
-        ``edge_id`` included.
+    def _seed_type(self) -> str:
+        return self._type
 
-        Raises IdError, BudgetError, PeerError, CorruptionError, DeviceError, FormatError, ClosedError.
+    def sample(
+        self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: NDArray[Any] | None = None,
+    ) -> SampledSubgraph:  # fmt: skip
+        """The mini-batch around ``seeds`` (node ids, any integer dtype [b], no duplicates, unless each has a
+        subgraph of its own), whoever owns them: that of
+        :meth:`featstore.sampling.stored.StoredSampler.sample` over the store that was split, ``edge_id`` and
+        ``e_id`` included. ``seed_times``: int64 [b], what edges may not be later than.
+
+        Raises IdError, ArgumentError for times that are missing, BudgetError, PeerError, CorruptionError,
+        DeviceError, FormatError, ClosedError.
         """
-        nodes, key = self._begun(seeds, batch_index, epoch)
-        with self._lock:
-            self.check_room(len(nodes))
-            hops = Hops(nodes, seed_table(nodes, nodes, self._item))
-            self._go(hops, _NO_OFFSETS, 0, key)
-            self._batches, self._edges_asked = self._batches + 1, self._edges_asked + hops.edge_count
-            hops.slots, count = NO_MAP, sum(hops.counts)
-            return SampledSubgraph(node=hops.nodes[:count].copy(), **hops.joined())
+        made: SampledSubgraph = self._made(seeds, batch_index, epoch, seed_times)
+        return made
 
-    def check_room(self, seeds: int) -> None:
-        of = self._neighbours
-        of.reserve(self._item.itemsize * table_size(seeds) + 16 * seeds, "begin the sampling")
-        of.reserve(ASKING_BYTES * seeds, "ask for the neighbours of a hop")
-
-    # A hop.
-
-    def _count(
-        self, hops: Hops, offsets: NDArray[np.int64], edge_total: int, begin: int, end: int, fanout: int,
-        key: np.uint64,
-    ) -> tuple[int, int]:  # fmt: skip
-        """Have the neighbours of a hop, from all hosts."""
-        self._hop = hop = self._neighbours.hop(self.graph.name, hops.nodes[begin:end], fanout, key)
-        self._neighbours.have([hop])
-        return hop.edges, hop.degree_max
-
-    def _fill(
-        self, hops: Hops, begin: int, end: int, fanout: int, key: np.uint64, picks: NDArray[np.int64],
-        row: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64],
-    ) -> int:  # fmt: skip
-        hop = self._hop
-        hop.lay_out(begin, picks, row, col, edge)
-        del self._hop
-        hop.come.clear()
-        found = int(enter_hop(hops.slots, hops.nodes, end, row, self.node_count))
-        if found < 0:
-            place = -found - 1
-            raise hop.no_node(row[place], hops.nodes[col[place]], edge[place])
-        return found
-
-    def _bad_offsets(self, node: int) -> FormatError:  # the owners look at them
-        return FormatError(f"the list of node {node} cannot be")
-
-    def _reserve_hop(self, hops: Hops, hop: int, nodes_max: int, edges: int, picks: int) -> None:
-        room_bytes = 8 * (nodes_max + sum(hops.counts)) + table_size(nodes_max) * hops.slots.itemsize * 3 // 2
-        come_bytes = self._hop.held_bytes + 16 * table_size(max(1, picks))
-        joining_bytes = 8 * (edges + hops.edge_count)
-        self._neighbours.reserve(room_bytes + max(come_bytes, joining_bytes), f"sample hop {hop + 1}")
+    def _result(self, found: Grown) -> SampledSubgraph:
+        return subgraph_of_one(
+            found, self._type, self.options.subgraph, node=found.node(self._type).copy(),
+            numbers=lambda *_: self._growing.numbers(None),
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<HostsSampler of {self.graph!r}, fanouts {list(self.fanouts)}>"

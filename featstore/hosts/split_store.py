@@ -15,7 +15,7 @@ from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.hosts.copies import CopiesTier, DiskCopies
-from featstore.hosts.exchange import IDS_MAX, Exchange
+from featstore.hosts.exchange import Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
 from featstore.hosts.messages import Kind
 from featstore.hosts.owners import Owners
@@ -93,11 +93,10 @@ class WholeStore(OpenStore):
             "the store has no table",
             {n: self._whole_table(n, ordered=not family.split_graphs) for n in names},
         )
-        if family.split_graphs:
-            self.graphs = Named(
-                "the store has no graph",
-                {n: SplitGraph(self, n, e, self.part.graphs[n]) for n, e in family.split_graphs.items()},
-            )
+        own = self.part.manifest.family
+        if family.split_graphs and own is not None:
+            split = {name: SplitGraph(self, name, one) for name, one in own.split_graphs.items()}
+            self.graphs = Named("the store has no graph", split)
         self._open_rows(names, memory_bytes, timeout, options)
 
     def table(self, name: str) -> Table:
@@ -176,7 +175,7 @@ class WholeStore(OpenStore):
             for t in tables
             if self._copies_of(t.name) is not None
         }
-        lists_bytes = self._open_lists(lists_least, (memory_bytes - needed) // 2, options)
+        lists_bytes = self._open_lists(lists_least, memory_bytes, memory_bytes - needed, options)
         rows_bytes = memory_bytes - held - lines_bytes - lists_bytes
         self._memory = {"owners": held, "lines": lines_bytes, "lists": lists_bytes, "reader": rows_bytes}
         if not place.leads or place.hosts == 1:
@@ -208,15 +207,18 @@ class WholeStore(OpenStore):
             return 0
         return ListsOfHost.least_bytes(self.part, verify=options.get("verify", True))
 
-    def _open_lists(self, least: int, more: int, options: Mapping[str, Any]) -> int:
-        """Open this host's lists in as many bytes more as they have a use for; what they have."""
+    def _open_lists(self, least: int, given: int, left: int, options: Mapping[str, Any]) -> int:
+        """Open this host's lists, within half of what is ``left`` of the memory ``given`` beside the
+        ``least``; what they have."""
         if not least:
             return 0
-        most = ListsOfHost.most_bytes(self.part, verify=options.get("verify", True))
-        memory_bytes = min(max(least, most), least + more)
         reading = {name: value for name, value in options.items() if name in READING}
-        self._lists = ListsOfHost(self.part, self.owners, memory_bytes, **reading)
-        return memory_bytes
+        try:
+            self._lists = ListsOfHost(self.part, self.owners, least + left // 2, **reading)
+        except BudgetError as error:
+            needed = given - left + 2 * (error.needed_bytes - least)
+            raise BudgetError(needed, given, error.what) from None
+        return self._lists.memory_bytes
 
     def _body_bytes(self, names: Sequence[str], share: int, memory_bytes: int) -> int:
         try:
@@ -245,7 +247,7 @@ class WholeStore(OpenStore):
     # Rows.
 
     def check_peers(self) -> None:
-        """Raise PeerError where a host is gone, for who has all rows that it wants, and asks for none."""
+        """Raise PeerError where a host is gone, for who asks for nothing."""
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error
 
@@ -280,11 +282,6 @@ class WholeStore(OpenStore):
         self._check_leads()
         assert self._lists is not None
         return self._lists, self._exchange
-
-    def lists_limits(self) -> tuple[int, int]:
-        """How many nodes can be asked about in a message, and how many neighbours an answer has."""
-        ids_max = IDS_MAX if self._exchange is None else self._exchange.ids_max
-        return max(1, ids_max // 4), max(1, ids_max // 2)
 
     def received_lists(self) -> tuple[int, int]:
         """Nodes whose neighbours have come from other hosts, and their bytes."""

@@ -45,10 +45,11 @@ class WholeTable(Table):
 
 
 class SplitGraph(StoredGraph):
-    """A graph of which each host has the lists of its own nodes; ``table`` and ``edges`` are of the whole."""
+    """A graph of which each host has the lists of its own nodes; ``table``, ``edges``, and what is kept of
+    these are of the whole. ``entry``: of this host's part."""
 
-    def __init__(self, store: OpenStore, name: str, entry: SplitGraphEntry, own: StoredGraph) -> None:
-        super().__init__(store, name, own.entry)
+    def __init__(self, store: OpenStore, name: str, entry: SplitGraphEntry) -> None:
+        super().__init__(store, name, entry.as_graph)
         self.edges, self.hubs = entry.edges, 0
 
     def csc(self) -> NoReturn:

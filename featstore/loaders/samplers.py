@@ -11,7 +11,7 @@ from featstore.hosts.sampler import HostsSampler, OverHosts
 from featstore.hosts.split_store import WholeStore
 from featstore.hosts.typed_sampler import TypedHostsSampler
 from featstore.loaders.shares import SAMPLER_SHARE, MemoryShares, rows_at_most, wanted_bytes
-from featstore.sampling.attributes import NamedOptions, said_otherwise
+from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.batches import (
     GraphSampler,
     RankedBatches,
@@ -19,6 +19,7 @@ from featstore.sampling.batches import (
     sampler_needs,
 )
 from featstore.sampling.disk_sampler import DiskSampler
+from featstore.sampling.options import SamplingOptions
 from featstore.sampling.stored import StoredSampler
 from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
@@ -37,11 +38,12 @@ def sampler_within(
     check(of)
     options = NamedOptions(store, of, said)
     if isinstance(store, WholeStore) and store.splits_topology:
-        _check_plain(options.said)
+        drawn = _over_hosts(options)
         shares = replace(shares, graph_bytes=shares.memory_bytes)
         with shares.told_of_all():
             memory = shares.sampler_bytes
-            return HostsSampler(store, fanouts, seed=seed, graph=graph, memory=memory), of.table, shares
+            asked = HostsSampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=drawn)
+            return asked, of.table, shares
     whole, least = sampler_needs(store, fanouts, graph, options)
     shares = replace(shares, graph_bytes=whole, least_bytes=least)
     with shares.told_of_all():
@@ -50,13 +52,14 @@ def sampler_within(
     return made, of.table, shares
 
 
-def _check_plain(said: Sequence[str]) -> None:
-    """Raise SourceError for options of a sampler where owners of lists pick neighbours."""
-    if said:
+def _over_hosts(options: NamedOptions | TypedOptions) -> SamplingOptions | None:
+    """Options that owners of lists draw by. Raises SourceError for those of arrays of edges."""
+    if options.of_memory:
         raise SourceError(
-            f"{', '.join(said)}: owners of lists pick neighbours uniformly, without replacement; split with "
-            "split_topology=False where more is wanted"
+            f"{', '.join(options.of_memory)}: where topology is split, owners draw by what their lists keep: "
+            "pack what it names with edge_weights= or edge_times=, or split with split_topology=False"
         )
+    return options.from_disk()
 
 
 class Drawn(Protocol):
@@ -135,13 +138,13 @@ def typed_sampler_within(
     """A sampler over all edge types of the store, with the options that were ``said``: over graphs in memory
     where these fit the sampler's share, else from disk, or over lists of several hosts; and the shares with
     what the sampler takes. Raises BudgetError, ArgumentError, SourceError."""
+    options = TypedOptions(store, said)
     if isinstance(store, WholeStore) and store.splits_topology:
-        _check_plain(said_otherwise(said))
+        drawn = _over_hosts(options)
         shares = replace(shares, graph_bytes=shares.memory_bytes)
         with shares.told_of_all():
-            memory = shares.sampler_bytes
-            return TypedHostsSampler(store, seeds.node_type, fanouts, memory=memory, seed=seed), shares
-    options = TypedOptions(store, said)
+            asked: dict[str, Any] = {"memory": shares.sampler_bytes, "seed": seed, "options": drawn}
+            return TypedHostsSampler(store, seeds.node_type, fanouts, **asked), shares
     whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
     if whole > shares.sampler_bytes:
         on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed)

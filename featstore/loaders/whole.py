@@ -121,7 +121,7 @@ class Whole:
         graph = graph_of_array(store, name)
         if graph is None:
             return False
-        if not getattr(graph, "has_edge_ids", False):  # lists that are split among hosts have none
+        if not graph.has_edge_ids:
             raise SourceError(
                 f"attach: array {name!r} is of edges, and {graph.where()} does not keep their numbers: pack "
                 "it with edge_ids=True (--edge-ids)"
@@ -145,7 +145,7 @@ class Whole:
         if self.edge_table is None:
             return
         rows = graph.store.tables[self.edge_table].rows
-        numbered = getattr(graph, "has_edge_ids", False)  # lists that are split among hosts have none
+        numbered = graph.has_edge_ids
         if not numbered or rows != graph.edges:
             why = (
                 f"has {graph.edges:,} edges, and the table {rows:,} rows"

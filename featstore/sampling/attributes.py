@@ -14,6 +14,7 @@ from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, SourceError
 from featstore.reader.graphs import read_edge_ids, read_times, read_weights
 from featstore.sampling.options import KEPT, SUBGRAPHS, TEMPORAL, SamplingOptions, checked_times
+from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore, StoredGraph
 
 #: What the weights and the times are called that graphs keep.
@@ -32,6 +33,27 @@ def said_otherwise(said: Mapping[str, Any]) -> list[str]:
         name for name, one in plain.items()
         if one is not None and not (isinstance(one, bool | str) and one == SAMPLING_OPTIONS[name])
     ]  # fmt: skip
+
+
+#: Those of samplers: links and loaders say the times of seeds, samplers when they are asked.
+SAMPLER_OPTIONS = tuple(name for name in SAMPLING_OPTIONS if name != "input_time")
+
+
+def sampler_options(store: OpenStore, given: dict[str, Any]) -> dict[str, Any]:
+    """Options of a sampler from disk, of whose ``options`` these have the place that were ``given`` by names,
+    of :data:`SAMPLER_OPTIONS`. Raises ArgumentError, UnknownNameError, SourceError, CorruptionError,
+    DeviceError."""
+    said = {name: given[name] for name in SAMPLER_OPTIONS if name in given}
+    if not said:
+        return given
+    found = NamedOptions(store, graph_of(store, given.get("graph")), said, seeds_have_times=True)
+    if found.of_memory:
+        raise ArgumentError(
+            f"{', '.join(found.of_memory)}: a sampler from disk goes by weights and times that the graph "
+            "keeps: pack it with edge_weights= or edge_times=; store.loader holds the graph in memory for "
+            "arrays"
+        )
+    return {name: one for name, one in given.items() if name not in said} | {"options": found.from_disk()}
 
 
 class NamedOptions:

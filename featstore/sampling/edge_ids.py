@@ -39,10 +39,12 @@ def wants_edge_ids(graph: StoredGraph, asked: bool | None) -> bool:
 
 
 class StoredEdgeIds(FirstValues):
-    """The numbers of a graph's edges, those of the first edges in memory."""
+    """The numbers of a graph's edges, those of the first edges in memory; ``whole_edges``: that there are
+    numbers for, where these are not all."""
 
-    def __init__(self, graph: StoredGraph) -> None:
+    def __init__(self, graph: StoredGraph, whole_edges: int | None = None) -> None:
         super().__init__(graph, "edge_ids")
+        self._numbers = graph.edges if whole_edges is None else whole_edges
 
     def of(self, reader: Reader, edges: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64: the numbers of the edges at these positions. Raises CorruptionError, DeviceError,
@@ -56,5 +58,5 @@ class StoredEdgeIds(FirstValues):
             ids[~held] = -1
             missing = Missing(ids, edges, len(edges) - int(held.sum()), self._edges, self.first.dtype)
             missing.read(reader, self.table)
-        check_range(ids, self._edges, f"an edge id of {self._where}")
+        check_range(ids, self._numbers, f"an edge id of {self._where}")
         return ids

@@ -35,6 +35,8 @@ from featstore.storage.edge_types import EdgeType
 
 #: Row, col and position in ``indices``, int64 [k] each.
 EdgeArrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+#: The first and the last time that each tree allows, int64 [trees], or [0].
+Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 _NO_IDS = np.empty(0, np.int64)
 _NO_WEIGHTS = np.empty(0, np.float64)
@@ -129,7 +131,7 @@ class Growing:
             ends = dict(found.count)
             spans = [(begins[one.target], ends[one.target]) for one in self.relations]
             keys_here = [hop_key(one, hop) for one in keys]
-            self._begin_hop(found, hop, spans, keys_here)
+            self._begin_hop(found, hop, spans, keys_here, (lows, highs))
             for number, relation in enumerate(self.relations):
                 part = self._hop(
                     found, relation, relation.fanouts[hop], spans[number], keys_here[number], (lows, highs)
@@ -142,9 +144,7 @@ class Growing:
             self._induce(found, (lows, highs))
         return found
 
-    def _bounds(
-        self, found: Grown, given: Mapping[str, Any] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _bounds(self, found: Grown, given: Mapping[str, Any] | None) -> Bounds:
         """Of each tree, the first and the last time that it allows."""
         if not self.options.timed:
             if given is not None:
@@ -183,13 +183,14 @@ class Growing:
             begin += len(nodes)
 
     def _begin_hop(
-        self, found: Grown, hop: int, spans: Sequence[tuple[int, int]], keys: Sequence[np.uint64]
-    ) -> None:
+        self, found: Grown, hop: int, spans: Sequence[tuple[int, int]], keys: Sequence[np.uint64],
+        bounds: Bounds,
+    ) -> None:  # fmt: skip
         """A hop begins, of the nodes ``spans`` of each relation's target type, which draws with its key."""
 
     def _hop(
         self, found: Grown, relation: Relation, fanout: int, span: tuple[int, int], key: np.uint64,
-        bounds: tuple[NDArray[np.int64], NDArray[np.int64]],
+        bounds: Bounds,
     ) -> EdgeArrays:  # fmt: skip
         """Sample a relation's edges into the nodes ``span`` of its target type."""
         (begin, end), source = span, relation.source
@@ -245,7 +246,7 @@ class Growing:
             raise bad_offsets(relation.indptr, relation.indices, node, relation.where())
         return edges, degree_max
 
-    def _induce(self, found: Grown, bounds: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
+    def _induce(self, found: Grown, bounds: Bounds) -> None:
         """All edges among the nodes, in place of those that were drawn."""
         for number, relation in enumerate(self.relations):
             targets, count = found.nodes[relation.target], found.count[relation.target]

@@ -18,9 +18,16 @@ from numpy.typing import NDArray
 from featstore.base.dtypes import node_dtype
 from featstore.reader.reader import Reader
 from featstore.sampling.choosing import room_in_trees
-from featstore.sampling.growing import EdgeArrays, Growing, Grown, Relation
+from featstore.sampling.growing import Bounds, EdgeArrays, Growing, Grown, Relation
 from featstore.sampling.list_draws import close_up, enter_trees, induce_lists
-from featstore.sampling.lists_on_disk import ASKING_NODE_BYTES, LONGEST_BYTES, Asking, ListRoom, ListsOnDisk
+from featstore.sampling.lists_on_disk import (
+    ASKING_NODE_BYTES,
+    LONGEST_BYTES,
+    Asking,
+    DrawnHow,
+    ListRoom,
+    ListsOnDisk,
+)
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.picking import empty_picks, enter_hop, make_room, seed_table
 from featstore.sampling.stored_hops import HopPages, hop_bytes
@@ -33,8 +40,6 @@ _DRAWN_BYTES = 24
 _INDUCED_BYTES = 64
 _INDUCED = "have all edges among the nodes"
 _NONE = np.empty(0, np.int64)
-
-Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 class GrowingOnDisk(Growing):
@@ -108,8 +113,12 @@ class GrowingOnDisk(Growing):
         taken, node_of_row = np.zeros(len(rows), np.int64), self._node_of_row[relation.target]
         nodes = rows if len(node_of_row) == 0 else node_of_row[rows].astype(np.int64)
         times = (one[trees] if len(one) else _NONE for one in bounds)
+        of_nodes, options = lists.by_node_times, self.options
+        by_last = options.temporal == "last" and (of_nodes or lists.times is not None)
+        tables = lists.weights, lists.times, lists.cache if of_nodes else None
         lists.draw(
-            Asking(rows, nodes, trees, *times), fanout, key, self.options, degree_max, self._reader,
+            Asking(rows, nodes, trees, *times), fanout, key,
+            DrawnHow(options.replace, by_last, options.has_trees), degree_max, tables, self._reader,
             self._room(f"sample hop {hop + 1}"), places, row, edge, taken,
         )  # fmt: skip
         count = int(close_up(places, taken, begin, row, col, edge))

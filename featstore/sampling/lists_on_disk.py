@@ -49,6 +49,14 @@ class Asking(NamedTuple):
     highs: NDArray[np.int64]
 
 
+class DrawnHow(NamedTuple):
+    """With replacement, from the last that time allows, with a subgraph of each seed's own."""
+
+    replace: bool
+    last: bool
+    has_trees: bool
+
+
 class ListsOnDisk:
     """Of ``graph``: ``tables`` are those that are read, ``ids`` the numbers of its edges, where these are
     wanted (``edge_ids``, see :func:`~featstore.sampling.edge_ids.wants_edge_ids`), ``weights`` and ``times``
@@ -57,12 +65,13 @@ class ListsOnDisk:
 
     ``by_node_times``: times are those of sources, ``node_times`` int64 by row, which whoever opens this sets.
     ``whole``: lists of sources are looked at whole, for these times, or for all edges among some nodes.
-    Raises SourceError for weights and times that the graph does not keep.
+    ``whole_edges``: of the graph that these are some lists of, where they are not all. Raises SourceError for
+    weights and times that the graph does not keep.
     """
 
     def __init__(
         self, graph: StoredGraph, edge_ids: bool | None, *, weights: bool = False, times: bool = False,
-        by_node_times: bool = False, whole: bool = False,
+        by_node_times: bool = False, whole: bool = False, whole_edges: int | None = None,
     ) -> None:  # fmt: skip
         for part, asked, there in (
             ("weights", weights, graph.has_weights), ("times", times, graph.has_times)
@@ -70,7 +79,7 @@ class ListsOnDisk:
             if asked and not there:
                 raise SourceError(f"{graph.where()} has no {part}: pack it with edge_{part}= (--edge-{part})")
         self.graph, self.whole, self.by_node_times, self.node_times = graph, whole, by_node_times, _NO_TIMES
-        self.ids = StoredEdgeIds(graph) if wants_edge_ids(graph, edge_ids) else None
+        self.ids = StoredEdgeIds(graph, whole_edges) if wants_edge_ids(graph, edge_ids) else None
         self.weights = FirstValues(graph, "weights") if weights else None
         self.times = FirstValues(graph, "times") if times else None
         self.sources, self._hubs, self._offsets_table = (
@@ -151,23 +160,20 @@ class ListsOnDisk:
         return places
 
     def draw(
-        self, asking: Asking, fanout: int, key: np.uint64, options: SamplingOptions, degree_max: int,
-        reader: Reader, room: ListRoom, places: NDArray[np.int64], row: NDArray[np.int64],
-        edge: NDArray[np.int64], taken: NDArray[np.int64],
+        self, asking: Asking, fanout: int, key: np.uint64, how: DrawnHow, degree_max: int,
+        tables: Sequence[Held | None], reader: Reader, room: ListRoom, places: NDArray[np.int64],
+        row: NDArray[np.int64], edge: NDArray[np.int64], taken: NDArray[np.int64],
     ) -> None:  # fmt: skip
-        """What nodes draw of lists, with options, see :func:`~featstore.sampling.list_draws.draw_lists`.
-        Raises CorruptionError, DeviceError, FormatError, and what ``room`` raises."""
-        drawn = degree_max if options.replace else max(0, min(fanout, degree_max))
-        keys = np.empty(drawn if self.weights is not None else 0)
-        picks, of_nodes = empty_picks(fanout, degree_max), self.by_node_times
-        by_last = options.temporal == "last" and (of_nodes or self.times is not None)
-        tables = self.weights, self.times, self.cache if of_nodes else None
+        """What nodes draw of lists, by ``tables`` of weights, times and sources, see
+        :func:`~featstore.sampling.list_draws.draw_lists`. Raises CorruptionError, DeviceError, FormatError,
+        and what ``room`` raises."""
+        drawn = degree_max if how.replace else max(0, min(fanout, degree_max))
+        keys, picks = np.empty(0 if tables[0] is None else drawn), empty_picks(fanout, degree_max)
         rows, nodes, trees, lows, highs = asking
         for some, weights, times, sources in self.pieces(rows, tables, reader, room):
             wrong, at = draw_lists(
-                self.offsets, nodes, rows, trees, some, fanout, key, options.replace, by_last,
-                options.has_trees, *weights, *times, *sources, self.node_times, lows, highs, picks, keys,
-                places, row, edge, taken,
+                self.offsets, nodes, rows, trees, some, fanout, key, *how, *weights, *times, *sources,
+                self.node_times, lows, highs, picks, keys, places, row, edge, taken,
             )  # fmt: skip
             if wrong:
                 raise self.bad_value(wrong, at)

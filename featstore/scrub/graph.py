@@ -29,9 +29,11 @@ _MARKS = 1 << 24  # rows marked in one go
 class _GraphScrub:
     """The checks of one graph."""
 
-    def __init__(self, findings: Findings, entry: GraphEntry, rows: int, source_rows: int) -> None:
+    def __init__(
+        self, findings: Findings, entry: GraphEntry, rows: int, source_rows: int, whole_edges: int | None
+    ) -> None:
         self._findings = findings
-        self._rows, self._source_rows = rows, source_rows
+        self._rows, self._source_rows, self._whole_edges = rows, source_rows, whole_edges
         self._entry = entry
         self._offsets = Numbers(findings.store, entry.offsets)
         self._sources = Numbers(findings.store, entry.sources)
@@ -97,8 +99,9 @@ class _GraphScrub:
         return True
 
     def _edge_ids(self, ids: Numbers) -> bool:
-        if not self._in_range(ids, "edge ids", self._entry.edges):
-            return False
+        of_all = self._entry.edges if self._whole_edges is None else self._whole_edges
+        if not self._in_range(ids, "edge ids", of_all) or self._whole_edges is not None:
+            return False  # of a part there are only some, and no copies
         left = 0
         for first, values in ids.pieces():
             numbers = np.arange(first, first + len(values), dtype=np.uint64)
@@ -190,8 +193,11 @@ def _list_digests(
     return digests
 
 
-def scrub_graph(findings: Findings, entry: GraphEntry, rows: int, source_rows: int) -> None:
+def scrub_graph(
+    findings: Findings, entry: GraphEntry, rows: int, source_rows: int, whole_edges: int | None = None
+) -> None:
     """Report what is wrong with a graph over a table of ``rows`` rows, whose sources are rows of a table of
-    ``source_rows``; see the module's text. What holds faulty or unreadable files is left out: that has been
+    ``source_rows``; see the module's text. ``whole_edges``: of the graph of which these are some lists, whose
+    edge ids are then some of its edges'. What holds faulty or unreadable files is left out: that has been
     said, and what follows from it is not known."""
-    _GraphScrub(findings, entry, rows, source_rows).run()
+    _GraphScrub(findings, entry, rows, source_rows, whole_edges).run()

@@ -17,8 +17,8 @@ def scrub_whole_lists(findings: Findings, entries: dict[str, FileEntry], family:
     for graph in family.split_graphs.values():
         if graph.lists is None:
             continue
-        rows = (family.first_rows[name][-1] for name in (graph.table, graph.as_graph.table_of_sources))
-        scrub_graph(findings, graph.as_graph, *rows)
+        rows, sources = (family.first_rows[n][-1] for n in (graph.table, graph.as_graph.table_of_sources))
+        scrub_graph(findings, graph.as_graph, rows, sources, graph.edges)
         for array in (graph.lists.run_rows, graph.lists.run_edges):
             scrub_metadata(findings, entries, array.path, array.shape, array.shape, array.dtype)
         _scrub_runs(findings, graph)

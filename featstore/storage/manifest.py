@@ -157,7 +157,7 @@ class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.table if self.source_table is msgspec.UNSET else self.source_table
 
 
-def edge_parts(entry: GraphEntry | HubsEntry) -> dict[str, TableEntry]:
+def edge_parts(entry: GraphEntry | HubsEntry | WholeListsEntry) -> dict[str, TableEntry]:
     """What is kept of each edge beside its source: ``edge_ids``, ``weights``, ``times``, of which there is
     any."""
     parts = {"edge_ids": entry.edge_ids, "weights": entry.weights, "times": entry.times}
@@ -203,9 +203,7 @@ class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: dict[str, Any]
 
 
-EPOCHS = (
-    "epochs"  # of a compiled trace: the array that says where recorded epochs begin, if there are several
-)
+EPOCHS = "epochs"  # of a compiled trace: the array that says where recorded epochs begin, if several
 
 
 class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -234,9 +232,10 @@ HALO, HALO_NODES, HALO_IDS, HALO_USES = "halo", "halo_nodes", "halo_ids", "halo_
 HALO_DEGREES = "halo_degrees"
 
 
-class WholeListsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WholeListsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The lists of a host's nodes, whole, whoever owns the sources: ``sources[offsets[r]:offsets[r + 1]]``
-    are the node ids, in the base store, that the part's row r gathers from.
+    are the node ids, in the base store, that the part's row r gathers from. ``edge_ids``, ``weights``,
+    ``times``: what the base store keeps of each edge, beside its source.
 
     ``run_rows``, ``run_edges``: int64 [runs]. The rows from ``run_rows[k]`` on, up to the next run's, stand
     side by side in the base store, and their lists there begin with number ``run_edges[k]`` of its sources.
@@ -246,6 +245,9 @@ class WholeListsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: TableEntry
     run_rows: ArrayEntry
     run_edges: ArrayEntry
+    edge_ids: TableEntry | msgspec.UnsetType = msgspec.UNSET
+    weights: TableEntry | msgspec.UnsetType = msgspec.UNSET
+    times: TableEntry | msgspec.UnsetType = msgspec.UNSET
 
 
 class SplitGraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -261,10 +263,11 @@ class SplitGraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     @property
     def as_graph(self) -> GraphEntry:
         """The lists of a part as those of a graph, whose sources are node ids of the base store."""
-        assert self.lists is not None
+        lists = self.lists
+        assert lists is not None
         return GraphEntry(
-            self.table, self.lists.sources.rows, self.lists.offsets, self.lists.sources,
-            relation=self.relation, source_table=self.source_table,
+            self.table, lists.sources.rows, lists.offsets, lists.sources, None, lists.edge_ids,
+            self.relation, self.source_table, lists.weights, lists.times,
         )  # fmt: skip
 
 
@@ -323,7 +326,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def all_tables(self) -> dict[str, TableEntry]:
         """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
         ``GRAPH/hubs``, and ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids`` and so on (:func:`edge_parts`); of
-        whole lists ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``; and of keys ``TABLE/keys/values`` and
+        whole lists ``GRAPH/lists/offsets`` and so on; and of keys ``TABLE/keys/values`` and
         so on."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
@@ -334,10 +337,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 inner |= {f"{name}/hub_{part}": table for part, table in edge_parts(graph.hubs).items()}
         for name, split in self.family.split_graphs.items() if self.family is not None else ():
             if split.lists is not None:
-                inner |= {
-                    f"{name}/lists/offsets": split.lists.offsets,
-                    f"{name}/lists/sources": split.lists.sources,
-                }
+                lists = {"offsets": split.lists.offsets, "sources": split.lists.sources}
+                inner |= {f"{name}/lists/{n}": t for n, t in (lists | edge_parts(split.lists)).items()}
         for name, keys in self.keys.items():
             inner |= {f"{name}/keys/{part}": table for part, table in keys.parts.items()}
         return self.tables | inner

@@ -45,6 +45,7 @@ from featstore.storage.manifest import (
     KeysEntry,
     Manifest,
     SplitGraphEntry,
+    TableEntry,
     WholeListsEntry,
     check_name,
     edge_parts,
@@ -189,9 +190,10 @@ def _check_halo_degrees(name: str, table: str, manifest: Manifest) -> None:
 def _check_whole_lists(
     name: str, table: str, lists: WholeListsEntry, manifest: Manifest, files: dict[str, FileEntry]
 ) -> None:
-    what, rows = f"graph {name!r}'s whole lists", manifest.tables[table].rows
+    what, rows, edges = f"graph {name!r}'s whole lists", manifest.tables[table].rows, lists.sources.rows
     check_numbers(f"{name}/lists/offsets", lists.offsets, rows + 1, ("int64",), manifest, files)
-    check_numbers(f"{name}/lists/sources", lists.sources, lists.sources.rows, ROW_DTYPES, manifest, files)
+    check_numbers(f"{name}/lists/sources", lists.sources, edges, ROW_DTYPES, manifest, files)
+    _check_edge_parts(f"{name}/lists", what, edge_parts(lists), edges, manifest, files)
     runs = lists.run_rows.shape[0] if len(lists.run_rows.shape) == 1 else -1
     if not min(rows, 1) <= runs <= rows:
         raise FormatError(f"{what} have runs of the impossible shape {lists.run_rows.shape}")
@@ -268,6 +270,17 @@ _EDGE_PARTS = {
 }
 
 
+def _check_edge_parts(
+    base: str, what: str, parts: dict[str, TableEntry], edges: int, manifest: Manifest,
+    files: dict[str, FileEntry],
+) -> None:  # fmt: skip
+    for part, table in parts.items():
+        dtypes, feature = _EDGE_PARTS[part]
+        if feature not in manifest.reader_features:
+            raise FormatError(f"{what} has {part}, but the reader feature {feature!r} is not named")
+        check_numbers(f"{base}/{part}", table, edges, dtypes, manifest, files)
+
+
 def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:
     what = f"graph {name!r}"
     nodes = manifest.tables.get(graph.table)
@@ -278,11 +291,7 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
     check_numbers(f"{name}/offsets", graph.offsets, nodes.rows + 1, ("int64",), manifest, files)
     check_numbers(f"{name}/sources", graph.sources, graph.edges, ROW_DTYPES, manifest, files)
     parts = edge_parts(graph)
-    for part, table in parts.items():
-        dtypes, feature = _EDGE_PARTS[part]
-        if feature not in manifest.reader_features:
-            raise FormatError(f"{what} has {part}, but the reader feature {feature!r} is not named")
-        check_numbers(f"{name}/{part}", table, graph.edges, dtypes, manifest, files)
+    _check_edge_parts(name, what, parts, graph.edges, manifest, files)
     if graph.hubs is None:
         return
     copies, edges = edge_parts(graph.hubs), graph.hubs.sources.rows

@@ -33,9 +33,9 @@ from featstore.errors import (
 )
 from featstore.hosts import messages as ms
 from featstore.hosts import split_store
-from featstore.hosts.lists import PickedLists, Question
 from featstore.hosts.neighbours import lay_out_hop, place_lists
 from featstore.hosts.places import HostPlace
+from featstore.hosts.questions import Draw, ListsAnswer, OfNodes, Question
 from featstore.sampling.picking import empty_picks
 
 NODES = 300
@@ -372,23 +372,36 @@ def test_a_hop_is_laid_out_as_by_hand(seed: int, fanout: int) -> None:
         out = np.empty(10, np.int64)
         taken = pick_edges(key, nodes[i], begins[i], degrees[i], fanout, empty_picks(fanout, 9), 0, out)
         np.testing.assert_array_equal(edge[starts[i] :][: counts[i]], out[:taken])
-    row = np.full(len(col), -1)
+    row, none = np.full(len(col), -1), np.empty(0, np.int64)
     positions = random.permutation(7).astype(np.int32)
     whole = np.concatenate([np.arange(starts[at], starts[at] + counts[at]) for at in positions])
     first = int(random.integers(0, len(whole) + 1))
-    place_lists(positions, starts, counts, 0, whole[:first], row)
+    place_lists(positions, starts, counts, 0, whole[:first], none, row)
     ends = np.cumsum(counts[positions])
     at = int(np.searchsorted(ends, first, side="right"))
     skip = first - (int(ends[at - 1]) if at else 0)
-    place_lists(positions[at:], starts, counts, skip, whole[first:], row)
+    place_lists(positions[at:], starts, counts, skip, whole[first:], none, row)
     np.testing.assert_array_equal(row, np.arange(len(row)))
 
 
 def test_a_question_is_sent_as_it_is() -> None:
-    question = Question(2, -1, np.uint64(2**64 - 3), 5, np.array([7, 8]), 4, 4)
-    assert question.numbers().tolist() == [2, -1, -3, 5, 4, 7, 8]
+    nodes, trees, lows, highs = np.arange(8).reshape(4, 2)
+    question = Question(2, -1, np.uint64(2**64 - 3), 5, 4, Draw(0), OfNodes(nodes), 4)
+    assert question.numbers().tolist() == [2, -1, -3, 5, 4, 0, 0, 1]
     assert question.edges(np.array([3, 4])) == 2
     assert question.edges(np.array([30, 4])) == 4
-    body = np.arange(40, dtype=np.uint8)
-    answer = PickedLists.of(body, 2, node_dtype(9))
-    assert [part.nbytes for part in answer] == [16, 16, 8]
+    answer = ListsAnswer.of(np.arange(40, dtype=np.uint8), question, node_dtype(9))
+    assert [part.nbytes for part in answer] == [16, 16, 0, 8, 0]
+
+    draw = Draw.TREES | Draw.TIMES | Draw.NUMBERS
+    question = Question(0, 3, np.uint64(1), 0, 6, draw, OfNodes(nodes, trees, lows, highs), 4)
+    assert question.numbers().tolist() == [0, 3, 1, 0, 6, 52, *range(8)]
+    again = Question.parsed(question.numbers(), 4)
+    assert [one.tolist() for one in again.of] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert again[:6] == question[:6]
+    answer = ListsAnswer.of(np.arange(32 + 2 * 16, dtype=np.uint8), question, node_dtype(9))
+    assert [part.nbytes for part in answer] == [16, 16, 16, 8, 8]
+    assert question.edges(np.array([2, -1])) == 2
+    for wrong in ([0, 3, 1], [0, -2, 1, 0, 6, 0], [0, 3, 1, 0, 6, 64], [0, 3, 1, 0, 6, 52, 1]):
+        with pytest.raises(ArgumentError, match="contradicts itself"):
+            Question.parsed(np.array(wrong), 4)

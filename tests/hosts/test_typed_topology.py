@@ -200,8 +200,8 @@ def test_what_cannot_be_had_says_so(folder: Path) -> None:
         with pytest.raises(ClosedError, match="is closed"):
             sampler.sample(np.arange(3))
         given: dict[str, Any] = {"seeds": ("paper", np.arange(9)), "fanouts": (2,), "memory": "48MiB"}
-        with pytest.raises(SourceError, match="replace: owners of lists pick neighbours uniformly"):
-            here.loader(**given, replace=True, rank=0, world_size=2)
+        with pytest.raises(SourceError, match="'induced' looks at whole lists"):
+            here.loader(**given, subgraph_type="induced", rank=0, world_size=2)
         with pytest.raises(SourceError, match=r"each host has the lists of its own nodes alone"):
             here.graphs["author__writes__paper"].csc()
 
@@ -240,7 +240,7 @@ def test_neighbours_that_are_no_nodes_are_found(folder: Path, monkeypatch: pytes
         lists = alone.lists()[0].graphs["venue__has__paper"]
 
         def wrong(positions: Any, out: Any) -> Any:
-            out[:] = 9
+            out.neighbours[:] = 9
             return featstore.engine.request.answered(out)
 
         monkeypatch.setattr(lists, "_read", wrong)

@@ -34,6 +34,7 @@ from featstore.layout import table as table_module
 from featstore.order.stream import edge_cut
 from featstore.packing import permute
 from featstore.packing.split import assignment, lists, members, plan, whole_lists
+from featstore.reader.reader import Reader
 from featstore.storage.disk import Disk
 from featstore.storage.relations import edge_tables
 
@@ -503,13 +504,74 @@ def test_a_split_of_topology_that_is_interrupted_goes_on(tmp_path, store):
         featstore.split(bare, 2, tmp_path / "none", split_topology=True)
 
 
-def test_numbers_of_edges_are_not_lost_with_split_topology(tmp_path: Path) -> None:
-    rows, edges = np.ones((8, 2), np.float32), np.array([[0, 1, 2], [1, 2, 3]])
-    with featstore.pack(tmp_path / "s", rows, graph=edges, edge_ids=True) as numbered:
-        with pytest.raises(ArgumentError, match=r"'features' has the numbers of its edges.*edge_ids=False"):
-            featstore.split(numbered, 2, tmp_path / "parts", split_topology=True)
-        assert not (tmp_path / "parts").exists()
-        featstore.split(numbered, 2, tmp_path / "parts")
+def table_of(store: featstore.Store, name: str) -> np.ndarray:
+    """A table of a graph, by row."""
+    with Reader(store, tables=[name], memory="8MiB", static=None, by_row=True) as reader:
+        return np.array(reader.read_runs([(0, store.table(name).rows)]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_is_kept_of_edges_stands_beside_whole_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    """Of each list of each host what the store has of it, to the bit; whatever is read at once."""
+    indptr, indices = graph_of(150, 6, 4)
+    rng = np.random.default_rng(1)
+    edges = np.stack([indices, np.repeat(np.arange(150), np.diff(indptr))])[:, rng.permutation(len(indices))]
+    weights, times = rng.random(len(indices)).astype(dtype), rng.integers(-9, 9, len(indices))
+    rows = np.arange(300.0).reshape(150, 2)
+    given: dict[str, Any] = {"edge_ids": True, "edge_weights": weights, "edge_times": times, "order": "ldg"}
+    with featstore.pack(tmp_path / "s", rows, graph=edges, partitions=8, **given) as made:
+        ((name, graph),) = made.graphs.items()
+        featstore.split(made, 3, tmp_path / "a", split_topology=True)
+        for module in (lists, whole_lists):
+            monkeypatch.setattr(module, "PASS_EDGES", 7)
+        monkeypatch.setattr(lists, "GAP_EDGES", 0)
+        featstore.split(made, 3, tmp_path / "b", split_topology=True)
+        assert tree(tmp_path / "a") == tree(tmp_path / "b")
+        ends = graph.csc()[0]
+        wanted = {"edge_ids": graph.edge_ids(), "weights": graph.weights(), "times": graph.times()}
+        owner = owners(tmp_path / "a", name)
+        for host in range(3):
+            part_path = tmp_path / f"a/host-{host}"
+            assert featstore.verify(part_path).ok
+            with featstore.open(part_path) as part:
+                assert not part.graphs[name].has_edge_ids
+                offsets = table_of(part, f"{name}/lists/offsets")
+                node_of_row = part.tables[name].node_of_row()
+                nodes = np.flatnonzero(owner == host)[node_of_row]
+                places = np.concatenate([np.arange(ends[n], ends[n + 1]) for n in nodes])
+                assert len(places) == offsets[-1] > 50
+                for one, all_of_it in wanted.items():
+                    assert table_of(part, f"{name}/lists/{one}").tobytes() == all_of_it[places].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "expected"),
+    [("edge_ids", 4, "edge ids"), ("weights", -1, "weights"), ("times", 99, "times")],
+)
+def test_values_of_whole_lists_that_cannot_be_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, value: int, expected: str
+) -> None:
+    """By a scrub: a number that no edge has, a weight below 0, times that fall."""
+    beside = whole_lists._beside
+
+    def wrong(member: Any, table: Any, *more: Any) -> Any:
+        for block in beside(member, table, *more):
+            if table.name.endswith(part):
+                block[0] = value
+            yield block
+
+    monkeypatch.setattr(whole_lists, "_beside", wrong)
+    rows, edges = np.ones((8, 2), np.float32), np.array([[0, 1, 2, 3], [1, 1, 3, 3]])
+    given: dict[str, Any] = {"edge_ids": True, "edge_weights": np.ones(4), "edge_times": np.arange(4)}
+    with featstore.pack(tmp_path / "s", rows, graph=edges, order="given", **given) as made:
+        featstore.split(made, 1, tmp_path / "parts", split_topology=True)
+    said = featstore.verify(tmp_path / "parts/host-0")
+    assert not said.ok
+    assert len(said.problems) == 1
+    assert expected in str(said.problems[0])
+    assert f"lists/{part}" in str(said.problems[0])
 
 
 def test_an_exception_from_progress_stops_it_and_it_goes_on(tmp_path, store):

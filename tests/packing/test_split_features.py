@@ -109,11 +109,20 @@ def test_parts_are_those_of_a_pack_and_a_split(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "s"]
 
 
-@pytest.mark.parametrize("order", ["auto", {"paper": "ldg", "field": "ldg", "author": "given"}])
-def test_of_edge_types_too(tmp_path: Path, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("order", "divided"), [("auto", False), ({"paper": "ldg", "field": "ldg", "author": "given"}, True)]
+)
+def test_of_edge_types_too(
+    tmp_path: Path, order: Any, divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose partitions, of all types that are joined, follow from the bytes of all rows."""
     monkeypatch.setattr("featstore.order.orders.EXTENT_BYTES_MAX", 4096)
-    given, options = typed_inputs(order), {"train": {"paper": "paper.train"}, "halo_disk": "1x"}
+    given = typed_inputs(order)
+    options: dict[str, Any] = {
+        "train": {"paper": "paper.train"},
+        "halo_disk": "1x",
+        "split_topology": divided,
+    }
     with featstore.pack(tmp_path / "s", **given) as store:
         assert len(store.tables["paper"].partition_offsets) > 3
         assert store.graphs["paper__cites__paper"].has_edge_ids
@@ -148,24 +157,6 @@ def test_edge_types_are_those_that_were_given(tmp_path: Path) -> None:
     featstore.split_features(tables, 2, tmp_path / "a", graph={triple: edges}, order="given")
     with featstore.open(tmp_path / "a/topology") as topology:
         assert topology.edge_types == [triple]
-
-
-@pytest.mark.parametrize(
-    ("left_out", "words"),
-    [((), "the numbers of its edges"), (("paper__cites__paper",), "weights or times of its edges")],
-)
-def test_what_whole_lists_lose_is_refused_before_anything_is_packed(
-    tmp_path: Path, left_out: tuple[str, ...], words: str
-) -> None:
-    given, seen = typed_inputs(), list[Any]()
-    for name in left_out:
-        del given["features"][name]  # whose rows are known by numbers
-    with pytest.raises(ArgumentError, match=words):
-        featstore.split_features(
-            hosts=2, out=tmp_path / "a", split_topology=True, progress=seen.append, **given
-        )
-    assert not seen
-    assert not list(tmp_path.iterdir())
 
 
 def parts_of(path: Path, name: str) -> np.ndarray:
@@ -357,18 +348,18 @@ def test_what_stands_beside_a_split_is_left_alone(tmp_path: Path) -> None:
     assert journal.read_text() == "mine"
 
 
-def test_numbers_of_edges_are_left_out_where_topology_is_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize("edge_ids", [None, False])
+def test_numbers_of_edges_are_kept_where_topology_is_split(tmp_path: Path, edge_ids: bool | None) -> None:
+    """Where there are rows of edges, unless nobody wants them."""
     given = {
         "features": {"n": values(NODES, 3, DTYPES[0], 1), "edge_features": np.ones((900, 2), np.float32)},
         "graph": {"n": np.random.default_rng(1).integers(0, NODES, (2, 900))}, "order": {"n": "ldg"},
+        "edge_ids": edge_ids,
     }  # fmt: skip
-    with pytest.raises(ArgumentError, match=r"edge_ids=False .* split_features"):
-        featstore.split_features(hosts=2, out=tmp_path / "out", split_topology=True, **given)
-    assert not list(tmp_path.iterdir())
-    featstore.split_features(hosts=2, out=tmp_path / "out", split_topology=True, edge_ids=False, **given)
-    featstore.split_features(hosts=2, out=tmp_path / "whole", **given)
-    with featstore.open(tmp_path / "whole/topology") as topology:
-        assert topology.graphs["n"].has_edge_ids
+    featstore.split_features(hosts=2, out=tmp_path / "out", split_topology=True, **given)
+    for host in range(2):
+        with featstore.open(tmp_path / f"out/host-{host}") as part:
+            assert ("n/lists/edge_ids" in part.manifest.all_tables) == (edge_ids is None)
 
 
 def test_parts_of_other_features_are_another_family(tmp_path: Path) -> None:

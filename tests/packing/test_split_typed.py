@@ -192,13 +192,9 @@ def test_weights_and_times_of_an_untyped_graph_are_in_the_topology(tmp_path: Pat
                 assert all(f"{name}/{one}" in part.manifest.all_tables for one in ("weights", "times"))
                 ids, _ = halo(*graph.csc(), owner == host)
                 assert np.array_equal(part.arrays[f"{name}.halo_ids"], ids)
-        with pytest.raises(ArgumentError, match=r"weights or times .* split_topology= would lose"):
-            featstore.split(store, 2, tmp_path / "other", split_topology=True)
 
 
 def test_what_is_refused(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"the numbers of its edges, which split_topology= would lose"):
-        featstore.split(made, 2, tmp_path / "out", split_topology=True)
     with pytest.raises(ArgumentError, match="train must say whose nodes they are"):
         featstore.split(made, 2, tmp_path / "out", train=[1, 2])
     with pytest.raises(ArgumentError, match="at most the 900 rows"):

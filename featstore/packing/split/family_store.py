@@ -129,12 +129,13 @@ class FamilyStore:
         """Make it the store's content; ``featureless``: tables whose nodes have no features."""
         groups = ["arrays"] if arrays else []
         groups += ["graphs", *(f"graphs/{name}" for name in graphs)] if graphs else []
-        groups += [f"graphs/{name}/lists" for name, one in family.split_graphs.items() if one.lists]
+        lists = {name: one.lists for name, one in family.split_graphs.items() if one.lists is not None}
+        groups += [f"graphs/{name}/lists" for name in lists]
         self.transaction.commit(
             groups, tables=tables, arrays=arrays, graphs=graphs, family=family, provenance=provenance,
             featureless=featureless or [],
             features=[
-                *graph_features(graphs.values()), FAMILY_FEATURE,
+                *graph_features(graphs.values(), lists.values()), FAMILY_FEATURE,
                 *([SPLIT_GRAPHS_FEATURE] if family.split_graphs else []),
                 *([RELATIONS_FEATURE] if not graphs and _has_relations(family) else []),
             ],

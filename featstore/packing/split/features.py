@@ -30,7 +30,6 @@ from featstore.packing.sources.base import FeatureSource, dtype_text
 from featstore.packing.split.directory import Standing, check_standing, standing
 from featstore.packing.split.sources import RowChecksums
 from featstore.packing.split.split import SplitRequest
-from featstore.packing.split.whole_lists import check_splits
 from featstore.packing.steps import pack_fingerprint
 from featstore.storage.disk import Disk
 from featstore.storage.generations import remove_store, writer_lock
@@ -185,8 +184,6 @@ def _journal(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str,
     )
     check_pack(asked_of_pack, inputs, resume=False, overwrite=False)
     options["edge_ids"] = asked_of_pack.edge_ids  # of PyG data, too, which the pack of the order does not see
-    for name in inputs.graphs if asked.split_topology else ():
-        check_splits(name, numbered=options["edge_ids"], valued=name in inputs.values)
     made_of = pack_fingerprint(inputs, asked_of_pack)
     del made_of["memory"]  # the result does not depend on it
     return Journal(asked.disk or Disk(), path.with_name(f"{path.name}.journal"), State(made_of))

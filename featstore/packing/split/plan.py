@@ -89,8 +89,10 @@ class SplitPlan:
         return offsets
 
     def lists_bytes(self, graph: StoredGraph) -> int:
-        """Memory of passing over a graph's lists: the offsets, a reader, and two blocks."""
-        tables = [self.store.table(f"{graph.name}/{part}") for part in ("offsets", "sources")]
+        """Memory of passing over a graph's lists, or what stands beside them: the offsets, a reader, and two
+        blocks."""
+        parts = "offsets", "sources", *edge_parts(graph.entry)
+        tables = [self.store.table(f"{graph.name}/{part}") for part in parts]
         readers = max(self.reader_bytes(table) for table in tables)
         return 8 * (graph.table.rows + 1) + readers + 16 * PASS_EDGES
 

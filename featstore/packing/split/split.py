@@ -39,7 +39,6 @@ from featstore.packing.split.directory import (
 )
 from featstore.packing.split.members import write_part, write_topology_store
 from featstore.packing.split.plan import SplitPlan
-from featstore.packing.split.whole_lists import check_splits
 from featstore.storage.disk import Disk
 from featstore.storage.generations import writing
 from featstore.storage.journal import TableProgress
@@ -227,8 +226,6 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
 def _check_split_topology(store: OpenStore) -> None:
     if not store.graphs:
         raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
-    for name, graph in store.graphs.items():
-        check_splits(name, numbered=graph.has_edge_ids, valued=graph.has_weights or graph.has_times)
 
 
 def _training(store: OpenStore, train: Any) -> dict[str, NDArray[np.bool_]]:

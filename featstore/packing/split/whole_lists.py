@@ -1,8 +1,9 @@
 """The lists of a host's nodes, whole: what each host has of the topology where that is split, too.
 
 Lists stand in the order of the part's rows, as in the base store, with its node ids in place of its rows:
-what samples from them needs no map of all nodes. An edge keeps the number that it has in the base store,
-which follows from where the runs of rows that stand side by side there begin.
+what samples from them needs no map of all nodes; and what is kept of each edge stands beside them, as there.
+An edge keeps the position that it has in the base store, which follows from where the runs of rows that stand
+side by side there begin.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
-from featstore.errors import ArgumentError
 from featstore.packing.split.family_store import FamilyStore, pieces
 from featstore.packing.split.lists import PASS_EDGES, need_row, stretches
-from featstore.storage.manifest import SplitGraphEntry, WholeListsEntry
-from featstore.storage.store import StoredGraph
+from featstore.storage.manifest import SplitGraphEntry, WholeListsEntry, edge_parts
+from featstore.storage.store import StoredGraph, Table
 
 _NO_MAP = np.empty(0, np.int32)
 
@@ -49,18 +49,20 @@ def keep_whole(
     return kept, at, -1
 
 
-def check_splits(name: str, *, numbered: bool, valued: bool) -> None:
-    """Raise ArgumentError for a graph that has more of its edges than whole lists keep."""
-    if numbered:
-        raise ArgumentError(
-            f"graph {name!r} has the numbers of its edges, which split_topology= would lose: leave it out, "
-            "or give edge_ids=False to what the graph is given to, pack or split_features"
-        )
-    if valued:
-        raise ArgumentError(
-            f"graph {name!r} has weights or times of its edges, which split_topology= would lose: leave it "
-            "out, or pack the graph without them"
-        )
+@njit(cache=True, nogil=True)
+def keep_beside(
+    offsets: NDArray[np.int64], values: NDArray[Any], first_edge: int, at: int, host_of_row: NDArray[Any],
+    host: int, out: NDArray[Any],
+) -> tuple[int, int]:  # fmt: skip
+    """The same of ``values`` that stand beside sources; (values kept, row of the last edge)."""
+    kept = 0
+    for i in range(values.size):
+        while offsets[at + 1] <= first_edge + i:
+            at += 1
+        if host_of_row[at] == host:
+            out[kept] = values[i]
+            kept += 1
+    return kept, at
 
 
 def write_whole_lists(
@@ -89,9 +91,15 @@ def write_whole_lists(
     sources = member.vector(
         f"{base}/sources", _whole(member, graph, rows, offsets, host), int(ends[-1]), node_dtype(total)
     )
+    parts = {}
+    for part in edge_parts(graph.entry):
+        table = plan.store.table(f"{graph.name}/{part}")
+        blocks = _beside(member, table, rows, offsets, host_of_row, host)
+        parts[part] = member.vector(f"{base}/{part}", blocks, int(ends[-1]), table.dtype)
     lists = WholeListsEntry(
         member.vector(f"{base}/offsets", pieces(ends), own + 1, np.dtype(np.int64)), sources,
         member.array(f"{base}/run_rows", runs), member.array(f"{base}/run_edges", offsets[rows[runs]]),
+        **parts,
     )  # fmt: skip
     return replace(member.plan.split_entry(graph), lists=lists), halo_degrees
 
@@ -112,4 +120,19 @@ def _whole(
                     offsets, block, low, at, plan.host_of_row[graph.entry.table], host, known, total, out
                 )
                 need_row(bad, low, graph.where())
+                yield out[:kept]
+
+
+def _beside(
+    member: FamilyStore, table: Table, rows: NDArray[np.int64], offsets: NDArray[np.int64],
+    host_of_row: NDArray[Any], host: int,
+) -> Iterator[NDArray[Any]]:  # fmt: skip
+    """Blocks of what a table has of the edges into a host's rows, each only lent."""
+    out = np.empty(PASS_EDGES, table.dtype)
+    with member.plan.reader(table) as reader:
+        for first, end in stretches(offsets, rows):
+            at = first
+            for low in range(int(offsets[first]), int(offsets[end]), PASS_EDGES):
+                block = reader.read_runs([(low, min(low + PASS_EDGES, int(offsets[end])))])
+                kept, at = keep_beside(offsets, block, low, at, host_of_row, host, out)
                 yield out[:kept]
