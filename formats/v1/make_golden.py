@@ -310,8 +310,25 @@ STORES = {
     "keys": keys,
     "compiled": compiled,
 }
+
+
 #: Golden stores that are directories of several.
-FAMILIES = {"split": split, "split-topology": lambda: replace(split(), split_topology=True)}
+def split_values() -> Golden:
+    """A store whose topology is split, with the numbers, weights and times of its edges."""
+    one = split()
+    edges = one.options["graph"]["paper"]
+    index = np.arange(edges.shape[1])
+    values = {"edge_weights": (index % 5).astype(np.float32) / 4, "edge_times": index * 13 % 50 - 20}
+    options = {"graph": {"paper": edges}, "order": "ldg", "hubs": 0, "edge_ids": True} | values
+    papers = {"paper": numbers((PAPERS, 1), np.int16)}
+    return replace(one, tables=papers, arrays={}, options=options, split_topology=True)
+
+
+FAMILIES = {
+    "split": split,
+    "split-topology": lambda: replace(split(), split_topology=True),
+    "split-values": split_values,
+}
 
 _NODE_OF_ROW: Mapping[int, Callable[[Any], Any]] = {
     PAPERS: lambda row: (row * 7 + 3) % PAPERS,

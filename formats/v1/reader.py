@@ -239,14 +239,6 @@ class Store:
         self.edge_ids, self.weights, self.times = (
             {n: found.get(part) for n, found in parts.items()} for part in EDGE_PARTS
         )
-        need(
-            "edge_ids" in features or not any("edge_ids" in p for p in parts.values()),
-            "edge ids without the feature of that name",
-        )
-        need(
-            "edge_values" in features or not any(p.keys() - {"edge_ids"} for p in parts.values()),
-            "values of edges without the feature of that name",
-        )
         self.featureless = m.get("featureless", [])
         need(type(self.featureless) is list, "featureless")
         need(
@@ -272,7 +264,7 @@ class Store:
             n: self.named(len(self.rows[name(n)]), fields(k, KEYS, ("offsets",)))
             for n, k in m.get("keys", {}).items()
         }
-        self.lists = {}
+        self.lists, self.list_parts = {}, {}
         self.family = self.related(fields(m["family"], FAMILY, FAMILY_MAY)) if "family" in m else None
 
     def inside(self, path):
@@ -398,13 +390,7 @@ class Store:
             "a graph's offsets",
         )
         need(((sources >= 0) & (sources < source_rows)).all(), "a graph's sources are no rows of its table")
-        parts = {part: self.numbers(g[part], dtypes) for part, dtypes in EDGE_PARTS.items() if part in g}
-        need(all(len(values) == g["edges"] for values in parts.values()), "a graph's edges")
-        ids, weights = parts.get("edge_ids"), parts.get("weights")
-        need(ids is None or np.array_equal(np.sort(ids), np.arange(g["edges"])), "a graph's edge ids")
-        need(weights is None or (np.isfinite(weights) & (weights >= 0)).all(), "a graph's weights")
-        falls = np.flatnonzero(parts["times"][1:] < parts["times"][:-1]) + 1 if "times" in parts else []
-        need(set(falls) <= set(offsets.tolist()), "a graph's times do not ascend in each list")
+        parts = self.edge_parts(g, offsets, g["edges"])
         if g.get("hubs") is not None:
             hubs = fields(g["hubs"], HUBS, EDGE_PARTS)
             need(hubs.keys() & EDGE_PARTS.keys() == parts.keys(), "a graph, or its hubs, have more of edges")
@@ -424,6 +410,26 @@ class Store:
                     "hubs' lists are not the lists they copy",
                 )
         return offsets, sources, parts
+
+    def edge_parts(self, g, offsets, edges):
+        """What there is of each edge beside its source; edge ids are of 0 to ``edges`` - 1."""
+        parts = {part: self.numbers(g[part], dtypes) for part, dtypes in EDGE_PARTS.items() if part in g}
+        features = self.manifest["reader_features"]
+        need("edge_ids" in features or "edge_ids" not in parts, "edge ids without the feature of that name")
+        need(
+            "edge_values" in features or not parts.keys() - {"edge_ids"},
+            "values of edges without the feature of that name",
+        )
+        need(all(len(values) == offsets[-1] for values in parts.values()), "a graph's edges")
+        ids, weights = parts.get("edge_ids"), parts.get("weights")
+        need(
+            ids is None or (((ids >= 0) & (ids < edges)).all() and len(np.unique(ids)) == len(ids)),
+            "a graph's edge ids",
+        )
+        need(weights is None or (np.isfinite(weights) & (weights >= 0)).all(), "a graph's weights")
+        falls = np.flatnonzero(parts["times"][1:] < parts["times"][:-1]) + 1 if "times" in parts else []
+        need(set(falls) <= set(offsets.tolist()), "a graph's times do not ascend in each list")
+        return parts
 
     def named(self, rows, k):
         """The keys of a table's nodes, by node id; the index is what it should be."""
@@ -556,7 +562,7 @@ class Store:
         need(g.get("source_table", g["table"]) in f["first_rows"], f"the sources of {n}")
         if "lists" not in g:
             return None
-        lists, rows = fields(g["lists"], LISTS), len(self.rows[g["table"]])
+        lists, rows = fields(g["lists"], LISTS, EDGE_PARTS), len(self.rows[g["table"]])
         own = self.manifest["graphs"][n]
         for key in ("table", "relation", "source_table"):
             need(own.get(key) == g.get(key), f"the {key} of {n}")
@@ -572,6 +578,7 @@ class Store:
             ((sources >= 0) & (sources < f["first_rows"][g.get("source_table", g["table"])][-1])).all(),
             f"nodes in the lists of {n}",
         )
+        self.list_parts[n] = self.edge_parts(lists, offsets, g["edges"])
         first, edges = self.array(lists["run_rows"]), self.array(lists["run_edges"])
         need(first.dtype == edges.dtype == "<i8" and first.shape == edges.shape and first.ndim == 1, "runs")
         need(rows == 0 or (len(first) and first[0] == 0), "runs")

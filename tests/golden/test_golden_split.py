@@ -26,6 +26,7 @@ MEMBERS = ("topology", "host-0", "host-1")
 
 
 TOPOLOGY = GOLDEN / "split-topology"
+VALUES = GOLDEN / "split-values"
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:
@@ -39,7 +40,7 @@ def text_of(member: str, split: Path = SPLIT) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["split", "split-topology"])
+@pytest.mark.parametrize("name", ["split", "split-topology", "split-values"])
 def test_made_anew_to_the_byte(name: str, tmp_path: Path) -> None:
     made, kept = file_bytes(make_golden.make(name, tmp_path)), file_bytes(GOLDEN / name)
     assert made.keys() == kept.keys()
@@ -51,6 +52,7 @@ def test_made_anew_to_the_byte(name: str, tmp_path: Path) -> None:
 def test_manifests_are_what_the_schema_says(member: str) -> None:
     VALIDATOR.validate(text_of(member))
     VALIDATOR.validate(text_of(member, TOPOLOGY))
+    VALIDATOR.validate(text_of(member, VALUES))
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -202,6 +204,59 @@ def test_whole_lists_are_the_formulas() -> None:
         degrees = np.bincount(targets, minlength=len(owner))
         assert part.arrays["paper.halo_degrees"].tolist() == degrees[part.arrays["paper.halo_ids"]].tolist()
         assert featstore.verify(TOPOLOGY / f"host-{host}").ok
+
+
+def test_what_is_kept_of_edges_is_what_was_given() -> None:
+    """By the specification's words alone: beside each source of a list, as the user numbered the edges."""
+    golden = make_golden.FAMILIES["split-values"]()
+    sources, targets = golden.options["graph"]["paper"]
+    owner = independent.Store(VALUES / "topology").tables["paper"]
+    seen = []
+    for host in (0, 1):
+        part = independent.Store(VALUES / f"host-{host}")
+        order = part.array(part.manifest["tables"]["paper"]["order"]["node_of_row"])
+        nodes = np.flatnonzero(owner == host)[order]
+        offsets, lists, _ = part.lists["paper"]
+        of = part.list_parts["paper"]
+        ids = of["edge_ids"]
+        seen += ids.tolist()
+        assert np.array_equal(sources[ids], lists)
+        assert np.array_equal(targets[ids], np.repeat(nodes, np.diff(offsets)))
+        same(golden.options["edge_weights"][ids], of["weights"])
+        same(golden.options["edge_times"][ids], of["times"])
+        assert part.graphs.keys() == {"paper"}
+        assert part.edge_ids["paper"] is None
+        assert part.weights["paper"] is not None
+        assert featstore.verify(VALUES / f"host-{host}").ok
+    assert sorted(seen) == list(range(len(sources)))
+
+
+VALUE_CHANGES: list[tuple[tuple[str, ...], Any]] = [
+    (("edge_ids", "rows"), 5), (("weights", "dtype"), "int32"), (("times", "dtype"), "float64"),
+    (("weights", "row_shape"), [2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), VALUE_CHANGES)
+def test_values_that_contradict_themselves_are_refused(
+    path: tuple[str, ...], value: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(VALUES / "host-1", tmp_path / "s")
+    changed = text_of("host-1", VALUES)
+    changed["family"]["split_graphs"]["paper"]["lists"][path[0]][path[1]] = value
+    check_refused(tmp_path / "s", changed)
+
+
+@pytest.mark.parametrize("feature", ["edge_ids", "edge_values"])
+def test_values_need_their_feature(tmp_path: Path, feature: str) -> None:
+    shutil.copytree(VALUES / "host-0", tmp_path / "s")
+    changed = text_of("host-0", VALUES)
+    changed["reader_features"].remove(feature)
+    (tmp_path / "s/featstore.json").write_bytes(sealed(changed))
+    with pytest.raises(FormatError, match=feature):
+        featstore.open(tmp_path / "s")
+    with pytest.raises(independent.Refused, match="without the feature"):
+        independent.Store(tmp_path / "s")
 
 
 LIST_CHANGES: list[tuple[str, tuple[str, ...], Any]] = [
