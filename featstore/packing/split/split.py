@@ -86,8 +86,8 @@ def split_store(
     each, as they are and in their order, and the lists among them. A node's id in a part is its rank among
     the nodes of that host. The arrays ``GRAPH.halo_ids`` (ids of the store that was split, int32 or int64,
     ascending) and ``GRAPH.halo_uses`` (uint32) say which nodes of other hosts the lists of this one name, and
-    how often. Weights, times and numbers of edges are in the topology alone. The manifests' ``family`` says
-    what belongs together. Small arrays are never split.
+    how often. The numbers of edges are in the topology alone, parts have weights and times of the edges among
+    their rows. The manifests' ``family`` says what belongs together. Small arrays are never split.
 
     Hosts have rows, and training nodes, within 5 % of the mean, and few edges lead from one to another: whole
     partitions of the store go to a host, or finer ones where it has few. Tables that edge types join are
@@ -106,10 +106,10 @@ def split_store(
         halo_disk: limit on copies of other hosts' rows in each part, bytes, a size, or a multiple of the
             part's own rows, ``"2x"``: of the halo, those that the lists name most often. They are a table
             ``TABLE.halo``, and the array ``TABLE.halo_nodes`` has their node ids. None by default.
-        split_topology: each part has the lists of its own nodes, whole, and the topology none, but for each
-            node the number of its host: nothing else grows with all nodes on every host. Neighbours of other
-            hosts' nodes are then asked of these, see :func:`featstore.open_split`. By default the topology
-            has all graphs as they are.
+        split_topology: each part has the lists of its own nodes, whole, with the numbers, weights and times
+            of their edges, and the topology none, but for each node the number of its host: nothing else
+            grows with all nodes on every host. Neighbours of other hosts' nodes are then asked of these, see
+            :func:`featstore.open_split`. By default the topology has all graphs as they are.
         memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
             40 bytes a node of the largest table, or of all that edge types join, features never whole. A
             BudgetError names what the step that failed needs; a later one may need more, and ``resume`` goes
