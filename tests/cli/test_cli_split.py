@@ -59,7 +59,30 @@ def test_a_split_with_its_topology(call: Call, store: Path, out: Path, tmp_path:
         assert "is split, too" in call("inspect", tmp_path / "o" / name).stdout
     assert own[0] is None
     assert sum(own[1:]) == edges
+    assert split["edge_parts"] == {}
     assert parsed(call("inspect", out / "host-0", "--json"))["family"]["split_graphs"] == {}
+
+
+def test_what_whole_lists_have_of_edges_is_said(call: Call, tmp_path: Path) -> None:
+    np.save(tmp_path / "edges.npy", np.random.default_rng(0).integers(0, 50, (2, 200)))
+    np.save(tmp_path / "w.npy", np.ones(200, np.float32))
+    np.save(tmp_path / "x.npy", np.ones((50, 2), np.float32))
+    given = (
+        "--features",
+        tmp_path / "x.npy",
+        "--graph",
+        tmp_path / "edges.npy",
+        "--order",
+        "ldg",
+        "--edge-ids",
+    )
+    weights = ("--edge-weights", tmp_path / "w.npy", "--hosts", 1, "--out", tmp_path / "o")
+    call("split", *given, *weights, "--split-topology")
+    assert ", with their edge ids, weights" in call("inspect", tmp_path / "o/host-0").stdout
+    said = parsed(call("inspect", tmp_path / "o/host-0", "--json"))["family"]["split_graphs"]["features"]
+    assert said["edge_parts"] == {"edge_ids": "int32", "weights": "float32"}
+    said = parsed(call("inspect", tmp_path / "o/topology", "--json"))["family"]["split_graphs"]["features"]
+    assert said["edge_parts"] is None
 
 
 def test_features_are_split_without_a_store(call: Call, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ def describe_store(store: Any) -> dict[str, Any]:
 
 def describe_family(store: Any) -> dict[str, Any] | None:
     """Which part of which split a store is; None for one that is of none."""
+    from featstore.storage.manifest import edge_parts
+
     family = store.manifest.family
     if family is None:
         return None
@@ -44,6 +46,7 @@ def describe_family(store: Any) -> dict[str, Any] | None:
                 "table": graph.table,
                 "edges": graph.edges,
                 "own_edges": graph.lists and graph.lists.sources.rows,
+                "edge_parts": graph.lists and {n: t.dtype for n, t in edge_parts(graph.lists).items()},
             }
             for name, graph in family.split_graphs.items()
         },
@@ -66,6 +69,8 @@ def render_family(family: dict[str, Any]) -> list[tuple[str, str]]:
     for name, graph in family["split_graphs"].items():
         own, edges = graph["own_edges"], f"{graph['edges']:,} edges"
         there = "in the parts" if own is None else f"{own:,} of them in whole lists of this host's nodes"
+        if graph["edge_parts"]:
+            there += f", with their {', '.join(graph['edge_parts']).replace('_', ' ')}"
         rows.append((f"  graph {name!r}", f"is split, too: {edges}, {there}"))
     return rows
 
