@@ -294,7 +294,7 @@ def edge_table_of(store: OpenStore, graph: str | None, mode: str | None) -> str 
     edges = [name for name in store.tables if is_edge_table(name, store.tables)]
     found = graph_of(store, graph)
     rows = store.tables[edges[0]].rows if edges else 0
-    numbered = getattr(found, "has_edge_ids", False)  # lists that are split among hosts have none
+    numbered = found.has_edge_ids
     parts = mode == "partitions" and store.on_disk is not store
     if len(edges) == 1 and numbered and rows == found.edges and not parts:
         return edges[0]

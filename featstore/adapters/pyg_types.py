@@ -88,7 +88,7 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
         kind, _, rest = name.partition(".")
         graph = graph_of_array(store, name)
         if graph is not None:
-            known = getattr(graph, "has_edge_ids", False)  # lists that are split among hosts have none
+            known = graph.has_edge_ids
             numbers = known and graph.edge_type not in unnumbered
             fits = rest.isidentifier() and rest not in _OF_EDGES
             (wrong if not fits else found if numbers else lost).append(name)

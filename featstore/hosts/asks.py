@@ -1,5 +1,5 @@
 """What one host asks of another: a piece of a request, which fits a message. Rows, here; neighbours in
-:mod:`featstore.hosts.lists`."""
+:mod:`featstore.hosts.questions`."""
 
 from __future__ import annotations
 

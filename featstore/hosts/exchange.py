@@ -38,7 +38,7 @@ from featstore.hosts.wire import Wire
 
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
-_VERSION = 3
+_VERSION = 4
 _started: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 

@@ -104,6 +104,7 @@ class HostLine:
         self.sent: dict[int, Ask] = {}
         self._numbers, self._asked_all = 0, False
         self.bye_sent = self.bye_heard = self.last = False
+        self._serving = False  # by the thread that receives, which then hears of nobody
         self._wake = Wake()
         self._places = [AnswerPlace(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
         self._free_places = threading.Semaphore(PLACES)
@@ -152,7 +153,7 @@ class HostLine:
 
     def late(self, now: float, timeout: float) -> str:
         """Why the other host is given up; empty where it is not."""
-        if now - self.heard > timeout and not self.last:
+        if now - self.heard > timeout and not self.last and not self._serving:
             return f"was not heard of for {timeout:g} seconds"
         with self._lock:
             oldest = min((ask.sent_at for ask in self.sent.values()), default=now)
@@ -271,11 +272,14 @@ class HostLine:
         if not self._free_places.acquire(timeout=self._exchange.timeout_seconds):
             raise FormatError(f"has asked for more than {PLACES} messages at once")
         place = self._places.pop()
+        self._serving = True
         try:
             request, body_bytes = serve(place)
         except Exception as error:
             self._answer(number, place, 0, error)
             return
+        finally:
+            self.heard, self._serving = time.monotonic(), False
         request.add_done_callback(lambda r: self._answer(number, place, body_bytes, r.exception()))
 
     def _answer(self, number: int, place: AnswerPlace, body_bytes: int, error: BaseException | None) -> None:

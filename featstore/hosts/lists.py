@@ -21,6 +21,7 @@ from featstore.base.dtypes import node_dtype
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import ArgumentError, BudgetError, FormatError
 from featstore.hosts.asks import AnswerPlace
+from featstore.hosts.exchange import IDS_MAX
 from featstore.hosts.owners import Owners
 from featstore.hosts.questions import Draw, ListsAnswer, ListsAsk, Question
 from featstore.plan.budget import TableNeed, own_bytes
@@ -28,11 +29,12 @@ from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.sampling.cache import NO_MAP
 from featstore.sampling.lists_on_disk import ASKING_NODE_BYTES, LONGEST_BYTES, Asking, DrawnHow, ListsOnDisk
-from featstore.sampling.picking import empty_picks, pick_edges
+from featstore.sampling.picking import empty_picks, pick_edges, table_size
 from featstore.storage.store import OpenStore, StoredGraph
 
 _DRAW_NODES, _DRAW_EDGES = 1024, 1 << 13  # that are drawn at once, unless one node draws more
-_DRAW_BYTES = ASKING_NODE_BYTES * _DRAW_NODES + 16 * _DRAW_EDGES
+_PICKS_BYTES = 1 << 16  # of a node, unless one picks more
+_DRAW_BYTES = ASKING_NODE_BYTES * _DRAW_NODES + 16 * _DRAW_EDGES + _PICKS_BYTES
 _READ_BYTES = 1 << 18  # of lists that are looked at whole, unless one is longer
 
 
@@ -97,12 +99,24 @@ def close_drawn(
     return filled
 
 
+@njit(cache=True, nogil=True)
+def longest_of(offsets: Any) -> Any:
+    """The length of the longest list."""
+    longest = np.int64(0)
+    for row in range(offsets.shape[0] - 1):
+        longest = max(longest, offsets[row + 1] - offsets[row])
+    return longest
+
+
 class OwnLists:
     """The whole lists of this host's nodes, of one graph: offsets in memory, neighbours and what else is kept
     of edges there as far as :meth:`fill` has room, the rest on disk. ``reader``: has the tables of
-    :func:`lists_of`; it is not closed. Raises CorruptionError, DeviceError, FormatError."""
+    :func:`lists_of`; it is not closed. ``drawing``: is held by who draws, so that scratch is for one. Raises
+    CorruptionError, DeviceError, FormatError."""
 
-    def __init__(self, part: OpenStore, name: str, owners: Owners, reader: Reader) -> None:
+    def __init__(
+        self, part: OpenStore, name: str, owners: Owners, reader: Reader, drawing: threading.Lock
+    ) -> None:
         family = part.manifest.family
         assert family is not None
         self.name, self._owners, self._reader = name, owners, reader
@@ -122,7 +136,7 @@ class OwnLists:
         self.dtype = node_dtype(family.first_rows[split.as_graph.table_of_sources][-1])
         self._has = Draw.WEIGHTS * (lists.weights is not None) | Draw.TIMES * (lists.times is not None)
         self._has |= Draw.NUMBERS * (lists.ids is not None)
-        self._drawing = threading.Lock()
+        self._drawing, self._longest = drawing, int(longest_of(self._offsets))
         for draw in (Draw(0), Draw.TREES, *([self._has | Draw.TREES] if self._has else [])):
             nobody = np.concatenate([[0, 1, 0, 0, 0, int(draw)], np.zeros(0, np.int64)]).astype(np.int64)
             self.serve(nobody, AnswerPlace(0, 0))  # so that the kernels are there
@@ -140,10 +154,11 @@ class OwnLists:
     @property
     def drawing_bytes(self) -> int:
         """Scratch for one question: its longest list, where these are looked at whole."""
-        lists, longest = self._lists, int(np.diff(self._offsets).max(initial=0))
-        tables = [one for one in (lists.weights, lists.times) if one is not None]
-        whole_bytes = LONGEST_BYTES * longest + _READ_BYTES if tables else 0
-        return _DRAW_BYTES + 8 * max(0, longest - _DRAW_EDGES) + whole_bytes
+        lists, longest = self._lists, self._longest
+        whole = lists.weights is not None or lists.times is not None
+        whole_bytes = LONGEST_BYTES * longest + _READ_BYTES if whole else 0
+        picks_bytes = max(0, 16 * table_size(min(longest, IDS_MAX // 2)) - _PICKS_BYTES)
+        return _DRAW_BYTES + picks_bytes + 8 * max(0, longest - _DRAW_EDGES) + whole_bytes
 
     def fill(self, room_bytes: int, values: bool) -> int:
         """Hold neighbours, or what else there is of edges (``values``), as far as there is room; the bytes
@@ -225,13 +240,13 @@ class OwnLists:
 
     def _blocks(self, rows: NDArray[np.int64], fanout: int) -> Iterator[tuple[int, int]]:
         """Nodes that are drawn at once."""
-        most = self._offsets[rows + 1] - self._offsets[rows] if fanout < 0 else np.full(len(rows), fanout)
-        ends = np.cumsum(most)
         low = 0
         while low < len(rows) or len(rows) == 0:
-            before = int(ends[low - 1]) if low else 0
-            fits = int(np.searchsorted(ends, before + _DRAW_EDGES, side="right"))
-            high = min(len(rows), low + _DRAW_NODES, max(low + 1, fits))
+            here, fits = rows[low : low + _DRAW_NODES], _DRAW_EDGES // max(1, fanout)
+            if fanout < 0:
+                ends = np.cumsum(self._offsets[here + 1] - self._offsets[here])
+                fits = int(np.searchsorted(ends, _DRAW_EDGES, side="right"))
+            high = low + min(len(here), max(1, fits))
             yield low, high
             low = high
             if low == len(rows):
@@ -244,24 +259,26 @@ class OwnLists:
         if len(answer.numbers):
             assert lists.ids is not None
             parts.append((lists.ids.table, lists.ids.first, answer.numbers))
-        wanted = dict[str, NDArray[np.int64]]()
-        missed = dict[str, tuple[NDArray[Any], NDArray[np.intp]]]()
+        wanted, out, at = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        later = list[tuple[NDArray[Any], NDArray[np.intp], NDArray[Any]]]()  # of another dtype
         for table, held, into in parts:
             there = positions < len(held)
             if there.all():
                 _take(held, positions, into)
                 continue
             into[there] = held[positions[there]]
-            missed[table] = into, np.flatnonzero(~there)
-            wanted[table] = positions[missed[table][1]]
+            missed = np.flatnonzero(~there)
+            wanted[table], out[table], at[table] = positions[missed], into, missed
+            if held.dtype != into.dtype:
+                out[table], at[table] = np.empty(len(missed), held.dtype), np.arange(len(missed))
+                later.append((into, missed, out[table]))
         if not wanted:
             return answered(answer)
-        read = self._reader.submit(wanted)
+        read = self._reader.submit(wanted, out=out, at=at)
 
         def put() -> ListsAnswer:
-            for table, rows in read.result().items():
-                into, at = missed[table]
-                into[at] = rows
+            for into, missed, rows in later:
+                into[missed] = rows
             return answer
 
         return chained(read, put)
@@ -281,15 +298,20 @@ class ListsOfHost:
         tables = [table for name in names for table in lists_of(part, name).tables]
         self._reader = Reader(part, tables=tables, memory=own, static=None, static_memory=0, **options)
         self.graphs: dict[str, OwnLists] = {}
+        drawing = threading.Lock()
         try:
             for name in names:
                 owns = owners[part.manifest.family.split_graphs[name].table]
-                self.graphs[name] = OwnLists(part, name, owns, self._reader)
+                self.graphs[name] = OwnLists(part, name, owns, self._reader, drawing)
             graphs = self.graphs.values()
-            room = memory_bytes - held - own - max(one.drawing_bytes for one in graphs)
+            drawing_bytes = max(one.drawing_bytes for one in graphs)
+            room = memory_bytes - held - own - drawing_bytes
             if room < 0:
-                what = "look at the longest list of a node, by whose weights or times neighbours are drawn"
-                raise BudgetError(memory_bytes - room, memory_bytes, what)
+                what = (
+                    "look at the longest list of a node, by whose weights or times neighbours may be drawn, "
+                    "which the store keeps"
+                )
+                raise BudgetError(held + own_bytes(1 << 60, needs) + drawing_bytes, memory_bytes, what)
             for values in (False, True):
                 for one in graphs:
                     room -= one.fill(room, values)

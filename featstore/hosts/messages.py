@@ -9,7 +9,7 @@ kind  says                                    number detail body
 ===== ======================================= ====== ====== ============================================
 HELLO what the host is, and agrees to         0      0      JSON
 ASK   send these rows                         its    0      ids of each table: int64 counts, then ids
-PICK  send neighbours of these nodes          its    0      int64s, see :mod:`featstore.hosts.lists`
+PICK  send neighbours of these nodes          its    0      int64s, see :mod:`featstore.hosts.questions`
 ROWS  here is what was asked for              asked  0      rows of each table, padded to 64 bytes; or lists
 ERROR it could not be read                    asked  0      JSON, see ``featstore.base.passed_errors``
 PING  I am there                              0      0

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ASKING_BYTES = 96  # of a hop, for each node that asks
 _WAVES = 4  # of the memory, a wave of questions takes one part in so many
-_EDGE_BYTES = 8  # scratch of this host's own answers
+_READ_BYTES = 24  # of this host's own answers, for each edge and table that it is read from
 _NONE = np.empty(0, np.int64)
 
 
@@ -123,7 +123,7 @@ class AskedHop:
     @property
     def held_bytes(self) -> int:
         """Memory of it, while more comes."""
-        return ASKING_BYTES * len(self.nodes) + sum(answer.edge_bytes for _, answer in self.come)
+        return ASKING_BYTES * len(self.nodes) + sum(answer.held_bytes for _, answer in self.come)
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -145,7 +145,7 @@ class AskedHop:
     ) -> NDArray[np.int64] | None:
         """The neighbours into ``row``, who asks into ``col``, from ``first`` on, and the positions of the
         edges in the store that was split into ``edge``. Returns the user's numbers of them, int64, where they
-        are wanted. Raises FormatError for a number that no edge has."""
+        are wanted. Raises FormatError for positions and numbers that no edge has."""
         counts, numbers = self.counts, np.empty(len(row) if self.lists.draw & Draw.NUMBERS else 0, np.int64)
         starts = np.cumsum(counts) - counts
         if self.lists.draw.picks:
@@ -162,9 +162,11 @@ class AskedHop:
                 place_lists(*each, answer.places, self.begins, edge)
             if len(answer.numbers):
                 place_lists(*each, answer.numbers, _NONE, numbers)
+        where = self.lists.graph.where()
+        check_range(edge, self.lists.graph.edges, f"the position of an edge of {where}")
         if not self.lists.draw & Draw.NUMBERS:
             return None
-        check_range(numbers, self.lists.graph.edges, f"an edge id of {self.lists.graph.where()}")
+        check_range(numbers, self.lists.graph.edges, f"an edge id of {where}")
         return numbers
 
     def no_node(self, row: Any, target: Any, edge: Any) -> FormatError:
@@ -248,11 +250,26 @@ class Neighbours:
 
     def _wave(self, todo: list[_Asked], held_bytes: int) -> tuple[list[_Asked], list[_Asked]]:
         """What is asked now, and what later."""
-        ends = np.cumsum([self._question(one).answer_bytes for one in todo])
-        ends += _EDGE_BYTES * np.cumsum([self._edges(one) + len(one[1].positions) for one in todo])
-        count = max(1, int(np.searchsorted(ends, self._memory_bytes // _WAVES, side="right")))
-        self.reserve(held_bytes + int(ends[count - 1]), "have neighbours of other hosts")
+        needed = count = 0
+        for asked in todo:
+            more = self._needed_bytes(asked)
+            if count and needed + more > self._memory_bytes // _WAVES:
+                break
+            needed, count = needed + more, count + 1
+        self.reserve(held_bytes + needed, "have neighbours of other hosts")
         return todo[:count], todo[count:]
+
+    def _needed_bytes(self, asked: _Asked) -> int:
+        """Of an answer; of this host's own also of making it, and what of it is read."""
+        (hop, chunk), edges = asked, self._edges(asked)
+        lists, nodes = hop.lists, len(chunk.positions)
+        answer = (
+            ANSWER_NODE_BYTES * nodes + ListsAnswer.bytes_of_edge(lists.draw, lists.item.itemsize) * edges
+        )
+        if chunk.host != lists.owners.host:
+            return answer
+        read = 1 + bool(lists.draw & Draw.NUMBERS)
+        return 2 * answer + 8 * (nodes + edges) + _READ_BYTES * read * edges
 
     def _edges(self, asked: _Asked) -> int:
         """Neighbours of an answer, at most."""
@@ -306,6 +323,13 @@ class Neighbours:
 def _take(hop: AskedHop, chunk: _Chunk, answer: ListsAnswer | None) -> _Chunk | None:
     """Keep an answer; what it lacks."""
     assert answer is not None
+    before = hop.lengths[chunk.positions[0]]
+    if chunk.skip and answer.lengths[0] != before:
+        graph, node = hop.lists.graph, hop.nodes[chunk.positions[0]]
+        raise FormatError(
+            f"node {node} had {before:,} neighbours of graph {graph.name!r}, and then {answer.lengths[0]:,}: "
+            f"run `featstore verify` on the part of host {chunk.host}"
+        )
     hop.lengths[chunk.positions], hop.begins[chunk.positions] = answer.lengths, answer.begins
     hop.come.append((chunk, answer))
     counts = picked(answer.lengths, hop.fanout) if hop.lists.draw.picks else answer.lengths

@@ -172,9 +172,9 @@ class ListsAnswer(NamedTuple):
         return item_bytes + 8 * bool(draw & Draw.NUMBERS) + (0 if draw.picks else _PLACE.itemsize)
 
     @property
-    def edge_bytes(self) -> int:
-        """Of all its edges."""
-        return self.numbers.nbytes + self.neighbours.nbytes + self.places.nbytes
+    def held_bytes(self) -> int:
+        """Of all of it, as it has come in one piece."""
+        return sum(part.nbytes for part in self)
 
     @classmethod
     def of(cls, body: NDArray[np.uint8], question: Question, dtype: np.dtype[Any]) -> ListsAnswer:
@@ -216,6 +216,8 @@ class ListsAsk(Ask):
             sound = ((lengths >= least) & (lengths < _DEGREE_END)).all()
             looked_at = lengths >= 0
             sound = sound and (looked_at[:-1] >= looked_at[1:]).all() and looked_at[:1].all()
+            if question.fanout >= 0 and not question.draw.picks:
+                sound = sound and (lengths <= question.fanout).all()
             if sound and len(body) == question.bytes_of(question.edges(lengths)):
                 return ""
         return f"has answered {len(body):,} bytes that are not the neighbours of {self.rows:,} nodes"

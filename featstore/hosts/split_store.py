@@ -15,7 +15,7 @@ from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.hosts.copies import CopiesTier, DiskCopies
-from featstore.hosts.exchange import Exchange
+from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
 from featstore.hosts.messages import Kind
 from featstore.hosts.owners import Owners
@@ -175,7 +175,8 @@ class WholeStore(OpenStore):
             for t in tables
             if self._copies_of(t.name) is not None
         }
-        lists_bytes = self._open_lists(lists_least, memory_bytes, memory_bytes - needed, options)
+        left, most = memory_bytes - needed, Exchange.held_bytes(place.hosts, 8 << 20, IDS_MAX, len(names))
+        lists_bytes = self._open_lists(lists_least, memory_bytes + most - lines_bytes, left, options)
         rows_bytes = memory_bytes - held - lines_bytes - lists_bytes
         self._memory = {"owners": held, "lines": lines_bytes, "lists": lists_bytes, "reader": rows_bytes}
         if not place.leads or place.hosts == 1:
@@ -208,8 +209,8 @@ class WholeStore(OpenStore):
         return ListsOfHost.least_bytes(self.part, verify=options.get("verify", True))
 
     def _open_lists(self, least: int, given: int, left: int, options: Mapping[str, Any]) -> int:
-        """Open this host's lists, within half of what is ``left`` of the memory ``given`` beside the
-        ``least``; what they have."""
+        """Open this host's lists, within half of what is ``left`` beside the ``least``; what they have.
+        ``given``: the memory, and what more of it lines may take."""
         if not least:
             return 0
         reading = {name: value for name, value in options.items() if name in READING}

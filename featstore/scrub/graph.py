@@ -1,10 +1,10 @@
 """Scrubbing a graph: what its numbers mean, after every page of them has been found to be as it was written.
 
 Offsets run from 0 to the number of edges and never descend; sources are rows of their table; edge ids, where
-there are any, are the numbers from 0 on, each once; weights are finite and not negative; times ascend in each
-list; hubs are distinct rows; and the hubs' lists, and all that is kept of their edges, are those that they
-copy. All but the last are one pass each; that each edge id is there once is
-seen by the sum of their hashes, which knows no order. For the last, hubs are
+there are any, are the numbers from 0 on, each once (of a part of a graph, some of them); weights are finite
+and not negative; times ascend in each list; hubs are distinct rows; and the hubs' lists, and all that is kept
+of their edges, are those that they copy. All but the last are one pass each; that each edge id is there once
+is seen by the sum of their hashes, which knows no order. For the last, hubs are
 taken by windows: the lists of a window are read from the copy in its order and from ``sources`` in the order
 of rows, both forwards and piece by piece, and each list is boiled down to a sum of hashes of (place in the
 list, source), which must be the same. That a row is a hub only once is seen by marking rows, a range of them

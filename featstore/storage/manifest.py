@@ -37,9 +37,10 @@ SPLIT_GRAPHS_FEATURE = "split-graphs"
 RELATIONS_FEATURE = "relations"
 EDGE_VALUES_FEATURE = "edge_values"
 KEYS_FEATURE = "keys"
+SPLIT_VALUES_FEATURE = "split-values"
 READER_FEATURES = frozenset((
     GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE, GATHERED_FEATURE,
-    SPLIT_GRAPHS_FEATURE, RELATIONS_FEATURE, EDGE_VALUES_FEATURE, KEYS_FEATURE,
+    SPLIT_GRAPHS_FEATURE, RELATIONS_FEATURE, EDGE_VALUES_FEATURE, KEYS_FEATURE, SPLIT_VALUES_FEATURE,
 ))  # fmt: skip
 WRITER_FEATURES: frozenset[str] = frozenset()
 
@@ -235,8 +236,7 @@ HALO_DEGREES = "halo_degrees"
 class WholeListsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The lists of a host's nodes, whole, whoever owns the sources: ``sources[offsets[r]:offsets[r + 1]]``
     are the node ids, in the base store, that the part's row r gathers from. ``edge_ids``, ``weights``,
-    ``times``: what the base store keeps of each edge, beside its source.
-
+    ``times``: what the base store keeps of each edge; they need the reader feature ``split-values``.
     ``run_rows``, ``run_edges``: int64 [runs]. The rows from ``run_rows[k]`` on, up to the next run's, stand
     side by side in the base store, and their lists there begin with number ``run_edges[k]`` of its sources.
     """

@@ -38,6 +38,7 @@ from featstore.storage.manifest import (
     RELATIONS_FEATURE,
     ROWS_MAX,
     SPLIT_GRAPHS_FEATURE,
+    SPLIT_VALUES_FEATURE,
     CompiledEntry,
     FamilyEntry,
     FileEntry,
@@ -193,7 +194,8 @@ def _check_whole_lists(
     what, rows, edges = f"graph {name!r}'s whole lists", manifest.tables[table].rows, lists.sources.rows
     check_numbers(f"{name}/lists/offsets", lists.offsets, rows + 1, ("int64",), manifest, files)
     check_numbers(f"{name}/lists/sources", lists.sources, edges, ROW_DTYPES, manifest, files)
-    _check_edge_parts(f"{name}/lists", what, edge_parts(lists), edges, manifest, files)
+    features = dict.fromkeys(_EDGE_PARTS, SPLIT_VALUES_FEATURE)
+    _check_edge_parts(f"{name}/lists", what, edge_parts(lists), edges, features, manifest, files)
     runs = lists.run_rows.shape[0] if len(lists.run_rows.shape) == 1 else -1
     if not min(rows, 1) <= runs <= rows:
         raise FormatError(f"{what} have runs of the impossible shape {lists.run_rows.shape}")
@@ -271,14 +273,13 @@ _EDGE_PARTS = {
 
 
 def _check_edge_parts(
-    base: str, what: str, parts: dict[str, TableEntry], edges: int, manifest: Manifest,
-    files: dict[str, FileEntry],
+    base: str, what: str, parts: dict[str, TableEntry], edges: int, features: dict[str, str],
+    manifest: Manifest, files: dict[str, FileEntry],
 ) -> None:  # fmt: skip
     for part, table in parts.items():
-        dtypes, feature = _EDGE_PARTS[part]
-        if feature not in manifest.reader_features:
-            raise FormatError(f"{what} has {part}, but the reader feature {feature!r} is not named")
-        check_numbers(f"{base}/{part}", table, edges, dtypes, manifest, files)
+        if features[part] not in manifest.reader_features:
+            raise FormatError(f"{what} has {part}, but the reader feature {features[part]!r} is not named")
+        check_numbers(f"{base}/{part}", table, edges, _EDGE_PARTS[part][0], manifest, files)
 
 
 def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:
@@ -291,7 +292,8 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
     check_numbers(f"{name}/offsets", graph.offsets, nodes.rows + 1, ("int64",), manifest, files)
     check_numbers(f"{name}/sources", graph.sources, graph.edges, ROW_DTYPES, manifest, files)
     parts = edge_parts(graph)
-    _check_edge_parts(name, what, parts, graph.edges, manifest, files)
+    features = {part: feature for part, (_, feature) in _EDGE_PARTS.items()}
+    _check_edge_parts(name, what, parts, graph.edges, features, manifest, files)
     if graph.hubs is None:
         return
     copies, edges = edge_parts(graph.hubs), graph.hubs.sources.rows

@@ -31,7 +31,6 @@ from featstore.storage.manifest import (
     GraphEntry,
     Manifest,
     TableEntry,
-    WholeListsEntry,
     edge_parts,
     encode_manifest,
     sealed,
@@ -154,10 +153,10 @@ def write_generation(
     collect(store, disk)
 
 
-def graph_features(graphs: Iterable[GraphEntry], lists: Iterable[WholeListsEntry] = ()) -> list[str]:
-    """The reader features that a store of these graphs needs; ``lists``: whole ones of a part."""
+def graph_features(graphs: Iterable[GraphEntry]) -> list[str]:
+    """The reader features that a store of these graphs needs."""
     found = list(graphs)
-    parts = {p for graph in found for p in edge_parts(graph)} | {p for one in lists for p in edge_parts(one)}
+    parts = {part for graph in found for part in edge_parts(graph)}
     typed = any(graph.edge_type is not None for graph in found)
     return (
         [GRAPHS_FEATURE] * bool(found)

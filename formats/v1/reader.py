@@ -206,6 +206,7 @@ class Store:
                 "split-graphs",
                 "relations",
                 "edge_values",
+                "split-values",
                 "keys",
             },
             "it needs features this reader lacks",
@@ -390,7 +391,7 @@ class Store:
             "a graph's offsets",
         )
         need(((sources >= 0) & (sources < source_rows)).all(), "a graph's sources are no rows of its table")
-        parts = self.edge_parts(g, offsets, g["edges"])
+        parts = self.edge_parts(g, offsets, g["edges"], {"edge_ids": "edge_ids"})
         if g.get("hubs") is not None:
             hubs = fields(g["hubs"], HUBS, EDGE_PARTS)
             need(hubs.keys() & EDGE_PARTS.keys() == parts.keys(), "a graph, or its hubs, have more of edges")
@@ -411,15 +412,11 @@ class Store:
                 )
         return offsets, sources, parts
 
-    def edge_parts(self, g, offsets, edges):
+    def edge_parts(self, g, offsets, edges, features):
         """What there is of each edge beside its source; edge ids are of 0 to ``edges`` - 1."""
         parts = {part: self.numbers(g[part], dtypes) for part, dtypes in EDGE_PARTS.items() if part in g}
-        features = self.manifest["reader_features"]
-        need("edge_ids" in features or "edge_ids" not in parts, "edge ids without the feature of that name")
-        need(
-            "edge_values" in features or not parts.keys() - {"edge_ids"},
-            "values of edges without the feature of that name",
-        )
+        needed = {features.get(part, "edge_values") for part in parts}
+        need(needed <= set(self.manifest["reader_features"]), f"what needs the feature {needed}")
         need(all(len(values) == offsets[-1] for values in parts.values()), "a graph's edges")
         ids, weights = parts.get("edge_ids"), parts.get("weights")
         need(
@@ -578,7 +575,8 @@ class Store:
             ((sources >= 0) & (sources < f["first_rows"][g.get("source_table", g["table"])][-1])).all(),
             f"nodes in the lists of {n}",
         )
-        self.list_parts[n] = self.edge_parts(lists, offsets, g["edges"])
+        split = dict.fromkeys(EDGE_PARTS, "split-values")
+        self.list_parts[n] = self.edge_parts(lists, offsets, g["edges"], split)
         first, edges = self.array(lists["run_rows"]), self.array(lists["run_edges"])
         need(first.dtype == edges.dtype == "<i8" and first.shape == edges.shape and first.ndim == 1, "runs")
         need(rows == 0 or (len(first) and first[0] == 0), "runs")

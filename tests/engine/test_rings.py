@@ -153,7 +153,7 @@ def test_a_lane_is_worth_rings_by_reads_or_by_bytes(extents: int, pages: int, ri
 def test_a_ring_that_waits_stays_alone(
     tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Load(monkeypatch, 0.5)
+    Load(monkeypatch, 0.1)  # far from busy also where this thread stands still between two clocks
     bench = Bench(tmp_path / "table", 4000, 400, "direct")
     read_some(bench, made, 10)
     assert made._working == 1

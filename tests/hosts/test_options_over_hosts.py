@@ -299,7 +299,7 @@ def test_counts_that_cannot_be_are_refused(folder: Path) -> None:
     """An owner who says less of the first nodes than of those after them, or more than it sends."""
     from featstore.hosts import messages as ms
 
-    for position, count in ((0, -1), (1, 10**6), (2, -2)):
+    for position, count in ((0, -1), (1, 10**6), (2, -2)):  # of fan-out -1; of 1: more than was asked for
 
         def lie(
             source: int, to: int, number: int, data: np.ndarray, position: int = position, count: int = count
@@ -319,6 +319,31 @@ def test_counts_that_cannot_be_are_refused(folder: Path) -> None:
             pytest.raises(PeerError, match="that are not the neighbours of"),
         ):
             sampler.sample(np.arange(50))
+
+
+@pytest.mark.parametrize("fanout", [1, -1])
+def test_more_neighbours_than_were_asked_for_are_refused(folder: Path, fanout: int) -> None:
+    """And a node that has others when the rest of its neighbours comes."""
+
+    def drawn(lists: OwnLists, question: Question, rows: Any, head: Any, positions: Any, places: Any) -> int:
+        filled = draw(lists, question, rows, head, positions, places)
+        if fanout < 0 and question.skip:
+            head.lengths[0] += 1
+        if fanout > 0:
+            head.lengths[head.lengths == 1] = 2
+        return filled
+
+    draw = OwnLists._draw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnLists, "_draw", drawn)
+        patch.setattr("featstore.hosts.neighbours.IDS_MAX", 16)
+        error = "that are not the neighbours of" if fanout > 0 else "neighbours of graph 'features', and then"
+        with (
+            hosts(folder / "parts", 2, timeout=0.5, body_bytes=256) as (stores, _),
+            stores[0].sampler((fanout,), disjoint=True) as sampler,
+            pytest.raises((PeerError, FormatError), match=error),
+        ):
+            sampler.sample(np.arange(200))
 
 
 def test_the_longest_list_has_to_fit_the_memory(tmp_path: Path, pack: Any) -> None:

@@ -20,11 +20,13 @@ from featstore.storage.manifest import (
     FAMILY_FEATURE,
     RELATIONS_FEATURE,
     SPLIT_GRAPHS_FEATURE,
+    SPLIT_VALUES_FEATURE,
     ArrayEntry,
     FamilyEntry,
     GraphEntry,
     OrderEntry,
     TableEntry,
+    edge_parts,
 )
 from featstore.storage.store import Table
 from featstore.storage.table_writer import (
@@ -135,8 +137,9 @@ class FamilyStore:
             groups, tables=tables, arrays=arrays, graphs=graphs, family=family, provenance=provenance,
             featureless=featureless or [],
             features=[
-                *graph_features(graphs.values(), lists.values()), FAMILY_FEATURE,
+                *graph_features(graphs.values()), FAMILY_FEATURE,
                 *([SPLIT_GRAPHS_FEATURE] if family.split_graphs else []),
+                *([SPLIT_VALUES_FEATURE] if any(map(edge_parts, lists.values())) else []),
                 *([RELATIONS_FEATURE] if not graphs and _has_relations(family) else []),
             ],
         )  # fmt: skip
