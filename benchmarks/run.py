@@ -37,6 +37,7 @@ NAMES = (
     "loader_costs",
     "hosts",
     "hosts_memory",
+    "hosts_sampling",
     "row_sizes",
     "tune",
 )
