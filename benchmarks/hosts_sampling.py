@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 import numpy as np
-from harness import Report, Settings, note, shared_options
+from harness import Claim, Report, Settings, note, shared_options
 from tables import remove
 
 import featstore
@@ -127,6 +127,7 @@ def main(settings: Settings) -> None:
     rows: list[list[Any]] = []
     for name, one in run(settings.workspace, parts, settings.rounds).items():
         whole, over, _, cores = (1000 * statistics.median(some) for some in (*one["seconds"], *one["cores"]))
+        report.claims.append(Claim(f"sampling of split over that of whole topology, {name}", over / whole))
         rows.append([
             name, one["edges"], whole, over, cores, over / whole, one["nodes"], one["exchanges"],
             one["bytes"] / 1024,
