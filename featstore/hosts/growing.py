@@ -10,11 +10,9 @@ from numpy.typing import NDArray
 
 from featstore.hosts.neighbours import AskedHop, Neighbours
 from featstore.hosts.questions import Draw, OfNodes
-from featstore.sampling.choosing import room_in_trees
 from featstore.sampling.growing import Bounds, EdgeArrays, Growing, Grown, Relation
-from featstore.sampling.list_draws import enter_trees
 from featstore.sampling.options import SamplingOptions
-from featstore.sampling.picking import enter_hop, make_room, table_size
+from featstore.sampling.picking import table_size
 
 _NONE = np.empty(0, np.int64)
 SLOT_BYTES = 8
@@ -81,36 +79,10 @@ class GrowingOverHosts(Growing):
         del self._asked[relation.name]
         if numbers is not None:
             self._known.setdefault(relation.name, []).append(numbers)
-        found.count[source] = self._enter_found(found, relation, hop, bound, row, col, edge)
+        bad = self._enter_rows(found, relation, row, col, not self._plain)
+        if bad >= 0:
+            raise hop.no_node(row[bad], found.nodes[relation.target][col[bad]], edge[bad])
         return row, col, edge
-
-    def _enter_found(
-        self, found: Grown, relation: Relation, hop: AskedHop, bound: int, row: NDArray[np.int64],
-        col: NDArray[np.int64], edge: NDArray[np.int64],
-    ) -> int:  # fmt: skip
-        """Turn the nodes in ``row`` into local ids, in order; new ones are new nodes. Returns how many there
-        are. Raises FormatError for what is none."""
-        source, targets = relation.source, found.nodes[relation.target]
-        count, total = found.count[source], self.types[source]
-        if self._plain:
-            found.nodes[source], found.slots[source] = make_room(
-                found.nodes[source], found.slots[source], count, bound
-            )
-            counted = int(enter_hop(found.slots[source], found.nodes[source], count, row, total))
-        else:
-            found.nodes[source], found.trees[source], found.slots[source] = room_in_trees(
-                found.nodes[source], found.trees[source], found.slots[source], count, bound
-            )
-            counted = int(
-                enter_trees(
-                    found.slots[source], found.nodes[source], found.trees[source], count, row, col,
-                    found.trees[relation.target], total,
-                )
-            )  # fmt: skip
-        if counted < 0:
-            place = -counted - 1
-            raise hop.no_node(row[place], targets[col[place]], edge[place])
-        return counted
 
     def _held_bytes(self, found: Grown) -> int:
         """What a mini-batch under way takes; its edges twice, while they are joined."""

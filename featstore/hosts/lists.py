@@ -138,8 +138,7 @@ class OwnLists:
         self._has |= Draw.NUMBERS * (lists.ids is not None)
         self._drawing, self._longest = drawing, int(longest_of(self._offsets))
         for draw in (Draw(0), Draw.TREES, *([self._has | Draw.TREES] if self._has else [])):
-            nobody = np.concatenate([[0, 1, 0, 0, 0, int(draw)], np.zeros(0, np.int64)]).astype(np.int64)
-            self.serve(nobody, AnswerPlace(0, 0))  # so that the kernels are there
+            self.serve(np.array([0, 1, 0, 0, 0, int(draw)]), AnswerPlace(0, 0))  # so that kernels are there
 
     @staticmethod
     def held_bytes(part: OpenStore, name: str) -> int:

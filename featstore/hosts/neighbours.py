@@ -33,7 +33,6 @@ from featstore.hosts.questions import (
     ListsAsk,
     OfNodes,
     Question,
-    picked,
 )
 from featstore.sampling.picking import empty_picks, pick_edges
 
@@ -128,7 +127,7 @@ class AskedHop:
     @property
     def counts(self) -> NDArray[np.int64]:
         """int64 [n]: how many neighbours each has."""
-        return picked(self.lengths, self.fanout) if self.lists.draw.picks else self.lengths
+        return self.lists.draw.counts(self.lengths, self.fanout)
 
     @property
     def edges(self) -> int:
@@ -332,7 +331,7 @@ def _take(hop: AskedHop, chunk: _Chunk, answer: ListsAnswer | None) -> _Chunk | 
         )
     hop.lengths[chunk.positions], hop.begins[chunk.positions] = answer.lengths, answer.begins
     hop.come.append((chunk, answer))
-    counts = picked(answer.lengths, hop.fanout) if hop.lists.draw.picks else answer.lengths
+    counts = hop.lists.draw.counts(answer.lengths, hop.fanout)
     known = int(np.count_nonzero(counts >= 0))  # of those that the owner has looked at
     ends, come = np.cumsum(counts[:known]), chunk.skip + len(answer.neighbours)
     first, skip = known, 0

@@ -66,6 +66,11 @@ class Draw(IntFlag):
         """Whether what is drawn follows from the lengths of lists alone."""
         return not self & ~Draw.NUMBERS
 
+    def counts(self, lengths: NDArray[np.int64], fanout: int) -> NDArray[np.int64]:
+        """How many neighbours nodes have in all, by the ``lengths`` of an answer; -1 of those that the owner
+        has not looked at."""
+        return lengths if fanout < 0 or not self.picks else np.minimum(lengths, fanout)
+
 
 class OfNodes(NamedTuple):
     """Who asks: ``nodes`` int64 [n], and of each its ``trees``, and the first and the last time that these
@@ -118,13 +123,11 @@ class Question(NamedTuple):
         """Of an answer of so many neighbours."""
         return ANSWER_NODE_BYTES * len(self.nodes) + self.edge_bytes * edges
 
-    def counts(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many neighbours nodes have drawn in all; of a ``drawn`` answer -1 where nobody knows yet."""
-        return picked(lengths, self.fanout) if self.draw.picks else lengths
-
     def edges(self, lengths: NDArray[np.int64]) -> int:
         """How many neighbours the answer has where lists are so long."""
-        return min(self.edges_max, int(np.maximum(0, self.counts(lengths)).sum()) - self.skip)
+        return min(
+            self.edges_max, int(np.maximum(0, self.draw.counts(lengths, self.fanout)).sum()) - self.skip
+        )
 
     def numbers(self) -> NDArray[np.int64]:
         """As it is sent."""
@@ -149,11 +152,6 @@ class Question(NamedTuple):
         )  # fmt: skip
         key = asked[2:3].view(np.uint64)[0]
         return cls(int(asked[0]), int(asked[1]), key, int(asked[3]), int(asked[4]), draw, of, item_bytes)
-
-
-def picked(degrees: NDArray[np.int64], fanout: int) -> NDArray[np.int64]:
-    """How many neighbours are picked of lists so long."""
-    return degrees if fanout < 0 else np.minimum(degrees, fanout)
 
 
 class ListsAnswer(NamedTuple):

@@ -28,10 +28,12 @@ from featstore.errors import SourceError
 from featstore.hosts.growing import SLOT_BYTES, GrowingOverHosts
 from featstore.hosts.neighbours import ASKING_BYTES, Neighbours
 from featstore.hosts.questions import Draw
+from featstore.sampling.disk_sampler import REVERSING_BYTES
 from featstore.sampling.edge_ids import wants_edge_ids
 from featstore.sampling.growing import Grown, Relation
+from featstore.sampling.lists_on_disk import check_kept, wanted_of
 from featstore.sampling.neighbors import SampledSubgraph, as_options, checked_seeds, subgraph_of_one
-from featstore.sampling.options import SamplingOptions, kept
+from featstore.sampling.options import SamplingOptions
 from featstore.sampling.picking import table_size
 from featstore.storage.relations import graph_of
 from featstore.units import parse_bytes
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from featstore.storage.store import StoredGraph
 
 _NONE = np.empty(0, np.int64)
-_REVERSING_BYTES = 200  # of each edge, while it and its reverse are sorted
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,11 @@ def draws_of(
             "times of nodes are those of neighbours, whom others own: where topology is split, owners go by "
             "times of edges (pack with edge_times=, and say input_time=); or split with split_topology=False"
         )
-    keys: list[Any] = [graph.name if graph.edge_type is None else graph.edge_type for graph in graphs]
-    weighted, timed = kept(options.weights, keys, "weights"), kept(options.edge_times, keys, "edge_times")
     found = []
-    for key, graph in zip(keys, graphs, strict=True):
-        for part, asked, there in (
-            ("weights", key in weighted, graph.has_weights), ("times", key in timed, graph.has_times)
-        ):  # fmt: skip
-            if asked and not there:
-                raise SourceError(f"{graph.where()} has no {part}: pack it with edge_{part}= (--edge-{part})")
-        draw = Draw.of(
-            options, weights=key in weighted, times=key in timed, numbers=wants_edge_ids(graph, edge_ids)
-        )
-        found.append((graph, draw))
+    for graph, weights, times in wanted_of(options, graphs):
+        check_kept(graph, weights=weights, times=times)
+        numbers = wants_edge_ids(graph, edge_ids)
+        found.append((graph, Draw.of(options, weights=weights, times=times, numbers=numbers)))
     return found
 
 
@@ -133,7 +126,7 @@ class OverHosts(OneProcess, ABC):
                 found = self._growing.sample({of: nodes}, key, times)
                 edges = sum(len(part[2]) for parts in found.parts for part in parts)
                 if self.options.subgraph == "bidirectional":
-                    self._neighbours.reserve(_REVERSING_BYTES * edges, "have the reverse of edges")
+                    self._neighbours.reserve(2 * REVERSING_BYTES * edges, "have the reverse of edges")
                 found.slots.clear()
                 made = self._result(found)
             finally:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 #: Scratch that is kept free of the cache from the beginning.
 SCRATCH_BYTES_MIN = 2 * 2**20
-_REVERSING_BYTES = 100  # of each edge and each reverse, while they are sorted
+REVERSING_BYTES = 100  # of each edge and each reverse, while they are sorted
 
 _renewing = threading.Lock()  # held while a forked child makes its own locks
 
@@ -281,7 +281,7 @@ class DiskSampler(ABC):
         edges = sorted(sum(len(part[2]) for part in parts) for parts in found.parts)
         most += (8 if all(one.ids is None for one in self._lists) else FINDING_BYTES) * edges[-1]
         if self.options.subgraph == "bidirectional":
-            most += _REVERSING_BYTES * 2 * sum(edges[-2:])
+            most += REVERSING_BYTES * 2 * sum(edges[-2:])
         scratch.reserve(most, "find the numbers of its edges")
 
     def _count_batch(self, reading: HopPages) -> None:

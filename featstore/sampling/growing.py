@@ -22,9 +22,11 @@ from featstore.base.hashing import hop_key, relation_key
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.sampling.choosing import draw_hop, fill_trees, induce_edges, order_in_time, room_in_trees
 from featstore.sampling.hops import join_parts
+from featstore.sampling.list_draws import enter_trees
 from featstore.sampling.options import SamplingOptions, by_key, checked_times, checked_weights
 from featstore.sampling.picking import (
     empty_picks,
+    enter_hop,
     hop_size,
     make_room,
     sample_hop,
@@ -235,6 +237,31 @@ class Growing:
             )
         found.count[source] = int(counted)
         return row, col, edge
+
+    def _enter_rows(
+        self, found: Grown, relation: Relation, row: NDArray[np.int64], col: NDArray[np.int64], in_trees: bool
+    ) -> int:
+        """Turn what a relation's edges come from, in ``row``, into local ids, in order; new ones are new
+        nodes, of the trees of who asked, ``col``. Returns -1, or the place of one that is no node."""
+        source, total = relation.source, self.types[relation.source]
+        count = found.count[source]
+        if in_trees:
+            found.nodes[source], found.trees[source], found.slots[source] = room_in_trees(
+                found.nodes[source], found.trees[source], found.slots[source], count, count + len(row)
+            )
+            counted = enter_trees(
+                found.slots[source], found.nodes[source], found.trees[source], count, row, col,
+                found.trees[relation.target], total,
+            )  # fmt: skip
+        else:
+            found.nodes[source], found.slots[source] = make_room(
+                found.nodes[source], found.slots[source], count, min(count + len(row), total)
+            )
+            counted = enter_hop(found.slots[source], found.nodes[source], count, row, total)
+        if counted < 0:
+            return -int(counted) - 1
+        found.count[source] = int(counted)
+        return -1
 
     def _size(
         self, relation: Relation, targets: NDArray[np.int64], begin: int, end: int, fanout: int

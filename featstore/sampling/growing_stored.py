@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from featstore.base.dtypes import node_dtype
 from featstore.reader.reader import Reader
-from featstore.sampling.choosing import room_in_trees
 from featstore.sampling.growing import Bounds, EdgeArrays, Growing, Grown, Relation
-from featstore.sampling.list_draws import close_up, enter_trees, induce_lists
+from featstore.sampling.list_draws import close_up, induce_lists
 from featstore.sampling.lists_on_disk import (
     ASKING_NODE_BYTES,
     LONGEST_BYTES,
@@ -29,7 +28,7 @@ from featstore.sampling.lists_on_disk import (
     ListsOnDisk,
 )
 from featstore.sampling.options import SamplingOptions
-from featstore.sampling.picking import empty_picks, enter_hop, make_room, seed_table
+from featstore.sampling.picking import empty_picks, seed_table
 from featstore.sampling.stored_hops import HopPages, hop_bytes
 from featstore.sampling.under_way import Scratch
 from featstore.sampling.whole_lists import ListView
@@ -95,7 +94,9 @@ class GrowingOnDisk(Growing):
         if misses and not lists.by_node_times:
             last = not any(relation.fanouts[hop + 1 :])
             lists.read(self.reading, self._reader, row, edge, misses, last=last)
-        self._enter_found(found, relation, row, col, edge)
+        bad = self._enter_rows(found, relation, row, col, self._in_trees)
+        if bad >= 0:
+            raise lists.bad_source(bad, row, edge)
         return row, col, edge
 
     def _draw(
@@ -129,30 +130,6 @@ class GrowingOnDisk(Growing):
     def _room(self, of: str) -> ListRoom:
         """Scratch for lists, of ``of`` what, for errors."""
         return lambda least, most: self.reading.reserve_lists(of, least, most)
-
-    def _enter_found(
-        self, found: Grown, relation: Relation, row: NDArray[np.int64], col: NDArray[np.int64],
-        edge: NDArray[np.int64],
-    ) -> None:  # fmt: skip
-        """Turn the rows in ``row`` into local ids, in order; new ones are new nodes."""
-        source, total = relation.source, self.types[relation.source]
-        count = found.count[source]
-        if self._in_trees:
-            found.nodes[source], found.trees[source], found.slots[source] = room_in_trees(
-                found.nodes[source], found.trees[source], found.slots[source], count, count + len(row)
-            )
-            counted = enter_trees(
-                found.slots[source], found.nodes[source], found.trees[source], count, row, col,
-                found.trees[relation.target], total,
-            )  # fmt: skip
-        else:
-            found.nodes[source], found.slots[source] = make_room(
-                found.nodes[source], found.slots[source], count, min(count + len(row), total)
-            )
-            counted = enter_hop(found.slots[source], found.nodes[source], count, row, total)
-        if counted < 0:
-            raise self._lists[relation.name].bad_source(-int(counted) - 1, row, edge)
-        found.count[source] = int(counted)
 
     def _reserve(
         self, found: Grown, relation: Relation, hop: int, span: tuple[int, int], edges: int, fanout: int,

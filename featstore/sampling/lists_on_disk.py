@@ -73,11 +73,7 @@ class ListsOnDisk:
         self, graph: StoredGraph, edge_ids: bool | None, *, weights: bool = False, times: bool = False,
         by_node_times: bool = False, whole: bool = False, whole_edges: int | None = None,
     ) -> None:  # fmt: skip
-        for part, asked, there in (
-            ("weights", weights, graph.has_weights), ("times", times, graph.has_times)
-        ):  # fmt: skip
-            if asked and not there:
-                raise SourceError(f"{graph.where()} has no {part}: pack it with edge_{part}= (--edge-{part})")
+        check_kept(graph, weights=weights, times=times)
         self.graph, self.whole, self.by_node_times, self.node_times = graph, whole, by_node_times, _NO_TIMES
         self.ids = StoredEdgeIds(graph, whole_edges) if wants_edge_ids(graph, edge_ids) else None
         self.weights = FirstValues(graph, "weights") if weights else None
@@ -242,21 +238,38 @@ class ListsOnDisk:
         )
 
 
+def check_kept(graph: StoredGraph, *, weights: bool, times: bool) -> None:
+    """Raise SourceError for a graph that does not keep what is wanted."""
+    for part, asked, there in (
+        ("weights", weights, graph.has_weights), ("times", times, graph.has_times)
+    ):  # fmt: skip
+        if asked and not there:
+            raise SourceError(f"{graph.where()} has no {part}: pack it with edge_{part}= (--edge-{part})")
+
+
+def wanted_of(
+    options: SamplingOptions, graphs: Sequence[StoredGraph]
+) -> Iterator[tuple[StoredGraph, bool, bool]]:
+    """Graphs, and whether samplers from disk go by their weights, and by the times of their edges. Raises
+    ArgumentError for others than those that graphs keep."""
+    keys: list[Any] = [graph.name if graph.edge_type is None else graph.edge_type for graph in graphs]
+    weighted, timed = kept(options.weights, keys, "weights"), kept(options.edge_times, keys, "edge_times")
+    for key, graph in zip(keys, graphs, strict=True):
+        yield graph, key in weighted, key in timed
+
+
 def lists_with(
     options: SamplingOptions, graphs: Sequence[StoredGraph], node_times: Container[str],
     edge_ids: bool | None,
 ) -> list[ListsOnDisk]:  # fmt: skip
     """The lists of graphs, of which options say what is looked at. ``node_times``: which types of nodes have
     times. Raises ArgumentError, SourceError."""
-    keys = [graph.name if graph.edge_type is None else graph.edge_type for graph in graphs]
-    weighted = kept(options.weights, keys, "weights")
-    timed = kept(options.edge_times, keys, "edge_times")
     found = []
-    for key, graph in zip(keys, graphs, strict=True):
-        by_node_times = key not in timed and graph.entry.table_of_sources in node_times
+    for graph, weighted, timed in wanted_of(options, graphs):
+        by_node_times = not timed and graph.entry.table_of_sources in node_times
         found.append(
             ListsOnDisk(
-                graph, edge_ids, weights=key in weighted, times=key in timed, by_node_times=by_node_times,
+                graph, edge_ids, weights=weighted, times=timed, by_node_times=by_node_times,
                 whole=by_node_times or options.subgraph == "induced",
             )
         )  # fmt: skip
