@@ -102,6 +102,9 @@ class Orders:
         if graph is not None:
             check_edge_rows(graph.edges, self._edge_rows)
         if progress.order is None:
+            if graph is not None:
+                for values in self.inputs.values.get(name, ()):
+                    values.check(graph.edges)  # before the order, which may take long
             self._stages.begin("order", name)
             self._make_order(name, base, layout, progress, graph)
         else:

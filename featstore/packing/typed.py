@@ -156,7 +156,7 @@ class TypedOrders(Orders):
         if table is not None and self.options.edge_ids:
             check_edge_rows(edges, table.rows, name)
         for values in self.inputs.values.get(name, ()):
-            values.check_edges(edges)
+            values.check(edges)
 
     def _make_orders(
         self, ends: list[str], layouts: Mapping[str, TableLayout], graphs: Mapping[str, CscGraph],

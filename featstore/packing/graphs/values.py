@@ -1,9 +1,10 @@
 """Weights and times of edges: from the order in which the user has them into that of the lists.
 
-Values come as a source of rows, one for each edge by its number, and are passed over once. As many as the
-memory has room for are held; for these the numbers of the stored edges are gone through in order, and the
-values that are there are put in their places. So values that fit take one pass, and others as many as there
-are memories full of them, each of them sequential. What comes out stands in scratch files.
+Values come as a source of rows, one for each edge by its number. They are looked at before an order is made,
+which may take long, and then passed over: as many as the memory has room for are held; for these the numbers
+of the stored edges are gone through in order, and the values that are there are put in their places. So
+values that fit take one pass more, and others as many as there are memories full of them, each of them
+sequential. What comes out stands in scratch files.
 
 Where edges have times, lists are then sorted by them, run by run of whole lists: stably, so that edges of one
 time stay as they stood.
@@ -76,20 +77,37 @@ class EdgeValues:
             f"{self._name}: {values:,} values for a graph of {edges:,} edges; give one for each"
         )
 
-    def chunks(self, edges: int, most: int) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(number of the first edge, values) in order, at most so many at once; checked. The array is used
-        again."""
-        chunk, fill, first = np.empty(min(most, edges), self.dtype), 0, 0
+    def check(self, edges: int) -> None:
+        """Raise SourceError where it is not one value for each edge, or not one that may be. What can be read
+        once is looked at when it is."""
+        self.check_edges(edges)
+        if self.source.replayable:
+            for _ in self._blocks(edges):
+                pass
+
+    def _blocks(self, edges: int) -> Iterator[NDArray[Any]]:
+        """The values in order, lent, and checked."""
+        done = 0
         for lent in self.source.blocks(0, _BLOCK_EDGES):
             block = lent.reshape(-1)
             if self.part == "weights":
                 for at in np.flatnonzero(~(np.isfinite(block) & (block >= 0)))[:1].tolist():
                     raise SourceError(
-                        f"{self._name}: the weight of edge {first + fill + at:,} is {block[at]}; weights are "
-                        "finite and not negative"
+                        f"{self._name}: the weight of edge {done + at:,} is {block[at]}; weights are finite "
+                        "and not negative"
                     )
-            if first + fill + len(block) > edges:
-                raise self._other(self.source.rows or first + fill + len(block), edges)
+            done += len(block)
+            if done > edges:
+                raise self._other(self.source.rows or done, edges)
+            yield block
+        if done != edges:
+            raise self._other(done, edges)
+
+    def chunks(self, edges: int, most: int) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(number of the first edge, values) in order, at most so many at once; checked. The array is used
+        again."""
+        chunk, fill, first = np.empty(min(most, edges), self.dtype), 0, 0
+        for block in self._blocks(edges):
             while len(block):
                 take = block[: len(chunk) - fill]
                 chunk[fill : fill + len(take)] = take
@@ -99,8 +117,6 @@ class EdgeValues:
                     first, fill = first + fill, 0
         if fill:
             yield first, chunk[:fill]
-        if first + fill != edges:
-            raise self._other(first + fill, edges)
 
     def in_order(
         self, edge_ids: NDArray[Any] | AsGiven, edges: int, memory_bytes: int, scratch_dir: Path
