@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, StoredGraph
 
 __all__ = [
-    "EDGE_FEATURES", "check_over_one_table", "graph_of", "graph_of_array", "is_edge_table", "node_tables",
+    "EDGE_FEATURES", "check_over_one_table", "graph_of", "graph_of_array", "graph_of_rows", "is_edge_table",
+    "node_tables",
 ]  # fmt: skip
 
 
@@ -32,6 +33,19 @@ def edge_tables(store: OpenStore) -> list[str]:
     family = store.manifest.family
     others = {*store.node_types, *(family.copies if family else ())}
     return [name for name in store.tables if name not in others]
+
+
+def graph_of_rows(store: OpenStore, table: str) -> StoredGraph | None:
+    """The graph of whose edges a table has the rows, by the numbers that the store keeps of them: row e is
+    that of edge e. None for other tables, and where no numbers are kept."""
+    if store.edge_types:
+        found = store.graphs.get(table)
+    else:
+        alone = table == EDGE_FEATURES and len(store.graphs) == 1
+        found = next(iter(store.graphs.values())) if alone else None
+    if found is None or not found.has_edge_ids or found.edges != store.tables[table].rows:
+        return None
+    return found
 
 
 def graph_of(store: OpenStore, name: str | None) -> StoredGraph:

@@ -6,7 +6,8 @@ of a small graph, whose edges weigh as many edges as there are between two of th
 weigh their rows; where training nodes are to be even too, rows and training nodes, each as a share of all.
 What METIS leaves uneven is mended: the partition goes to another host that costs the fewest cut edges for the
 evenness that it brings. Where the table has too few partitions for that, or too coarse ones, it is first cut
-into finer parts. A table without a graph is dealt out in equal runs of ids.
+into finer parts. Rows of edges stay beside the nodes that their edges lead to, which weigh them, too. Another
+table without a graph is dealt out in equal runs of ids.
 
 Types of nodes that edges of several types join are cut together, as one graph over the nodes of all:
 partition p of every type is one vertex, which weighs the share of each type in it, and each is to be even.
@@ -16,8 +17,8 @@ Nothing here depends on the memory or the cores: what does not fit is a BudgetEr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -49,11 +50,13 @@ _SHARE = 1_000_000  # a weight of two shares: whole numbers for METIS
 @dataclass(frozen=True, eq=False)
 class DealtRows:
     """Rows of a table that are dealt out: partitions begin where ``partition_offsets`` says; ``train`` bool
-    [rows], training nodes, where they are to be even."""
+    [rows], training nodes, where they are to be even; ``edges`` int64 [rows] each, by table of edges: how
+    many of its rows go where each row goes."""
 
     table: str
     partition_offsets: NDArray[np.int64]
     train: NDArray[np.bool_] | None = None
+    edges: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -181,18 +184,28 @@ def _uneven(host_of_row: NDArray[Any], tables: Sequence[DealtRows], hosts: int) 
     """What is to be told of hosts that have too much."""
     for one, first in zip(tables, _first_rows(tables), strict=False):
         own = host_of_row[first : first + one.rows]
-        shares = [("rows", count_hosts(own, hosts))]
+        shares = [(one.table, "rows", count_hosts(own, hosts))]
         if one.train is not None:
-            shares.append(("training nodes", count_hosts(own[one.train], hosts)))
-        for what, counts in shares:
+            shares.append((one.table, "training nodes", count_hosts(own[one.train], hosts)))
+        shares += [(name, "rows", _sums(own, degrees, hosts)) for name, degrees in one.edges.items()]
+        for table, what, counts in shares:
             top = int(counts.argmax())
             if counts[top] > most_of(int(counts.sum()), hosts):
                 yield (
-                    f"table {one.table!r}: host {top} has {counts[top]:,} {what}, "
+                    f"table {table!r}: host {top} has {counts[top]:,} {what}, "
                     f"{counts[top] * hosts / counts.sum():.2f} times the mean of {hosts} hosts, and no cut "
                     f"was found that is within {BALANCE:g}: that host will be the slowest; take fewer hosts "
                     "where that matters"
                 )
+
+
+def _sums(label: NDArray[Any], degrees: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The degrees of the rows of each label, int64 [count]."""
+    sums = np.zeros(count, np.int64)
+    for low in range(0, len(label), _BLOCK_ROWS):
+        some = slice(low, low + _BLOCK_ROWS)
+        sums += np.bincount(label[some], degrees[some], count).astype(np.int64)  # below 2**53
+    return sums
 
 
 def _first_rows(tables: Sequence[DealtRows]) -> list[int]:
@@ -294,7 +307,8 @@ def _cut(
 def _amounts(
     label: NDArray[np.int32], vertices: int, tables: Sequence[DealtRows]
 ) -> Iterator[NDArray[np.int64]]:
-    """What is to be even, int64 [vertices] each: the rows of each table, and its training nodes."""
+    """What is to be even, int64 [vertices] each: the rows of each table, its training nodes, and the rows of
+    edges to it."""
     for one, first in zip(tables, _first_rows(tables), strict=False):
         own, counts = label[first : first + one.rows], np.zeros(vertices, np.int64)
         for low in range(0, len(own), _BLOCK_ROWS):
@@ -302,3 +316,5 @@ def _amounts(
         yield counts
         if one.train is not None:
             yield np.bincount(own[one.train], minlength=vertices)
+        for degrees in one.edges.values():
+            yield _sums(own, degrees, vertices)

@@ -19,9 +19,10 @@ from featstore.packing.progress import PackStages
 from featstore.packing.sources.base import FeatureSource
 from featstore.packing.split.assignment import DealtRows, assign, count_hosts, equal_runs
 from featstore.packing.split.lists import PASS_EDGES, count_remote, need_row
-from featstore.packing.split.union import union_of
+from featstore.packing.split.union import targets_between, union_of
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import FamilyEntry, SplitGraphEntry, edge_parts
+from featstore.storage.relations import graph_of_rows
 from featstore.storage.store import OpenStore, StoredGraph, Table
 from featstore.units import multiple_bytes
 
@@ -146,10 +147,15 @@ class SplitPlan:
         if together:
             self.stages.begin("hosts", ", ".join(table.name for table in together))
             self._by_union(together, scratch_dir)
+        beside = []
         for table in self.store.tables.values():
-            if table not in together:
+            if graph := graph_of_rows(self.store, table.name):
+                beside.append((table, graph))
+            elif table not in together:
                 self.stages.begin("hosts", table.name)
                 self.host_of_row[table.name] = self._alone(table)
+        for table, graph in beside:
+            self.host_of_row[table.name] = self._beside_targets(table, graph)
         for name, graph in self.store.graphs.items():
             self.remote_edges[name] = self._count_remote(graph)
 
@@ -174,8 +180,28 @@ class SplitPlan:
             )
         return self._by_graph(table, first)
 
+    def _beside_targets(self, table: Table, graph: StoredGraph) -> NDArray[Any]:
+        """The hosts of the rows of a graph's edges: each is where the node is that its edge leads to, whose
+        list is sampled there. In equal runs what is of no edge."""
+        numbers = self.store.table(f"{graph.name}/edge_ids")
+        self.stages.begin("hosts", table.name, numbers.data_bytes)
+        maps = 2 * node_dtype(table.rows).itemsize * table.rows
+        self.need(maps + self.lists_bytes(graph), f"look up the edges of table {table.name!r}")
+        out, host_of_row = (
+            equal_runs(table.node_of_row(), table.rows, self.hosts), self.host_of_row[graph.table.name]
+        )  # fmt: skip
+        row_of_id, offsets = table.row_of_node(), self.offsets(graph)
+        with self.reader(numbers) as reader:
+            for low in range(0, graph.edges, PASS_EDGES):
+                ids = reader.read_runs([(low, min(low + PASS_EDGES, graph.edges))])
+                check_range(ids, table.rows, f"the edge ids of {graph.where()}")
+                hosts = host_of_row[targets_between(offsets, low, low + len(ids))]
+                out[ids if row_of_id is None else row_of_id[ids]] = hosts
+                self.stages.add(ids.nbytes)
+        return out
+
     def _by_graph(self, table: Table, graph: StoredGraph) -> NDArray[Any]:
-        needed = self.lists_bytes(graph) + self._train_bytes(table)
+        needed = self.lists_bytes(graph) + self._train_bytes(table) + self._edges_bytes(table)
         dealt = [self._dealt(table, needed)]
         lists = self.store.table(f"{graph.name}/sources")
         with self.reader(lists) as reader:
@@ -198,6 +224,7 @@ class SplitPlan:
             union_of(graphs, first, nodes, self._lists, memory // 2, scratch_dir) as union,
         ):
             held = union.held_bytes + sum(map(self._train_bytes, tables))
+            held += sum(map(self._edges_bytes, tables))
             dealt = [self._dealt(table, held) for table in tables]
             memory = self.need(held, "hold the graph over the nodes of all types")
             hosts = self._assigned(union, dealt, memory)
@@ -222,7 +249,20 @@ class SplitPlan:
         self.need(map_bytes + beside, f"look up the nodes of table {table.name!r}")
         if train is not None and (node_of_row := table.node_of_row()) is not None:
             train = train[node_of_row]
-        return DealtRows(table.name, table.partition_offsets, train)
+        edges = {edges: np.diff(self.offsets(graph)) for edges, graph in self._edges_to(table)}
+        return DealtRows(table.name, table.partition_offsets, train, edges)
+
+    def _edges_to(self, table: Table) -> list[tuple[str, StoredGraph]]:
+        """The tables with rows of edges that lead to a table's nodes, and their graphs."""
+        found = ((name, graph_of_rows(self.store, name)) for name in self.store.tables)
+        return [
+            (name, graph) for name, graph in found if graph is not None and graph.table.name == table.name
+        ]
+
+    def _edges_bytes(self, table: Table) -> int:
+        """Memory for how many rows of edges go where each row of a table goes, and the offsets meanwhile."""
+        to = len(self._edges_to(table))
+        return 8 * (to + 1) * (table.rows + 1) if to else 0
 
     def _assigned(self, graph: Any, dealt: Sequence[DealtRows], memory: int) -> NDArray[Any]:
         with self._saying(memory):

@@ -52,6 +52,7 @@ from featstore.storage.manifest import (
     FamilyEntry,
     check_name,
 )
+from featstore.storage.relations import graph_of_rows
 from featstore.storage.store import OpenStore, Table, as_store
 from featstore.storage.transaction import Transaction, write_generation
 from featstore.units import multiple_bytes, parse_bytes
@@ -91,8 +92,9 @@ def split_store(
 
     Hosts have rows, and training nodes, within 5 % of the mean, and few edges lead from one to another: whole
     partitions of the store go to a host, or finer ones where it has few. Tables that edge types join are
-    dealt out together, and each is even. A table without a graph is dealt out in equal runs of ids. Compiled
-    traces of the store are not taken along.
+    dealt out together, and each is even. Rows of edges (a table ``edge_features``, or one of an edge type) go
+    where the node is that the edge leads to, where the store keeps edges' numbers, and are even, too. Another
+    table without a graph is dealt out in equal runs of ids. Compiled traces of the store are not taken along.
 
     Args:
         store: the store to split, open or its path. It is only read.
@@ -278,6 +280,8 @@ class _Split:
             self._asked["split_topology"] = True
         if any(graph.has_weights or graph.has_times for graph in plan.store.graphs.values()):
             self._asked["values"] = True  # in parts, too
+        if any(graph_of_rows(plan.store, name) for name in plan.store.tables):
+            self._asked["edges"] = "beside their targets"
         self._asked |= asked.beside
 
     def run(self) -> None:

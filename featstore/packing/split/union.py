@@ -43,7 +43,7 @@ class UnionEdges:
                     sources = read(low, high).astype(np.int64)
                     wrong = np.flatnonzero((sources < 0) | (sources >= graph.source_table.rows))
                     need_row(int(wrong[0]) if len(wrong) else -1, low, graph.where())
-                    ends = sources + first_source, _rows_of(offsets, low, high) + first_target
+                    ends = sources + first_source, targets_between(offsets, low, high) + first_target
                     yield ends
                     yield ends[::-1]
 
@@ -51,7 +51,7 @@ class UnionEdges:
         return f"edge {edge // 2:,}"
 
 
-def _rows_of(offsets: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
+def targets_between(offsets: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
     """The rows whose lists have the edges ``low`` to ``high``."""
     first = int(np.searchsorted(offsets, low, side="right")) - 1
     last = int(np.searchsorted(offsets, high, side="left"))
