@@ -8,6 +8,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from featstore.adapters.links_over_hosts import (
+    agree_on_links,
+    check_links_of_hosts,
+    links_of_host,
+    sampler_over_hosts,
+)
 from featstore.adapters.pyg_loader import attached, edge_table_of, no_call, refuse, warn_of
 from featstore.adapters.pyg_types import (
     canonical,
@@ -25,10 +31,11 @@ from featstore.base.environment import MEMORY
 from featstore.base.process import OneProcess
 from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
+from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.samplers import rows_first
+from featstore.loaders.samplers import drawn_over_hosts, rows_first
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.options import as_memory
 from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
@@ -58,6 +65,9 @@ class LinkNeighborLoader:
     ``edge_label`` and ``edge_label_time``, or of triplets ``src_index``, ``dst_pos_index``, ``dst_neg_index``
     and ``seed_time``, in the layout of PyG's (:class:`featstore.sampling.links.LinkSubgraph`). Negatives may
     be edges, as PyG's may.
+
+    Of a store that is split by hosts all give the same links, and each trains on its share of them, all on as
+    many: those whose target it owns, or whose source, as far as that is even. There is one rank a host.
 
     Of a store with edge types each is a ``HeteroData``, with what is of the links at their edge type, and the
     indices of triplets at the types of their ends.
@@ -102,7 +112,7 @@ class LinkNeighborLoader:
         if not isinstance(data, OpenStore):
             raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
         if isinstance(data, WholeStore):
-            raise SourceError("links are sampled from one disk: of a store that is not split")
+            check_links_of_hosts(data, edge_label_index, options)
         self._transform = None if transform is None else as_function(transform, "transform")
         for name in _OWN:
             if name in options:
@@ -150,6 +160,7 @@ class LinkNeighborLoader:
                 edge_table_of(data, of.name, options.get("mode")),
             )
             tables = {of.table.name: of.table}
+        agree_on_links(data, self._batches, [num_neighbors, seed, graph, sorted(said.items()), self._type])
         self._shares = shares = rows_first(self._batches, tables, shares)
         with shares.told_of_all():
             self.loader = Loader(
@@ -230,13 +241,23 @@ def _batches_of(
 
     ends = _array(data, links, "edge_label_index")
     known = check_links_numbered(graph, ends, given)
-    needed = bytes_in_memory(graph) + named.needed_bytes
-    sampler, ends, shares = link_sampler(
-        graph, ends, memory_bytes, needed,
-        lambda: sampler_of(needed, True), lambda memory: sampler_of(memory, False),
-    )  # fmt: skip
+    if isinstance(data, WholeStore) and data.splits_topology:
+        drawn = drawn_over_hosts(named)
+        sampler, shares = sampler_over_hosts(
+            memory_bytes,
+            lambda memory: HostsSampler(
+                data, numbers, seed=seed, graph=graph.name, memory=memory, options=drawn
+            ),
+        )
+    else:
+        needed = bytes_in_memory(graph) + named.needed_bytes
+        sampler, ends, shares = link_sampler(
+            graph, ends, memory_bytes, needed,
+            lambda: sampler_of(needed, True), lambda memory: sampler_of(memory, False),
+        )  # fmt: skip
     around = LinkSampler(sampler, negatives=negatives)
-    return LinkBatches(around, ends, numbered=known, **given), shares
+    own = links_of_host(data, (graph.table.name, graph.table.name), around, ends)
+    return LinkBatches(around, ends, numbered=known, **given, **own), shares
 
 
 def negatives_of(given: Any, ratio: Any = None) -> Negatives | None:

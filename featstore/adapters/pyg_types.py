@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from featstore.adapters.links_over_hosts import links_of_host, sampler_over_hosts
 from featstore.arguments import shown
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
-from featstore.loaders.samplers import least_on_disk, typed_on_disk
+from featstore.hosts.split_store import WholeStore
+from featstore.hosts.typed_sampler import TypedHostsSampler
+from featstore.loaders.samplers import drawn_over_hosts, least_on_disk, typed_on_disk
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.graphs import read_links
 from featstore.sampling.disk_sampler import DiskSampler
@@ -126,13 +129,21 @@ def typed_link_batches(
         ends = ends.cpu().numpy()
     graph, options = store.graphs[joined_name(link_type)], TypedOptions(store, said, seeds_have_times=True)
     told = check_links_numbered(graph, ends, links)
-    sampler, ends, shares = link_sampler(
-        graph, ends, memory_bytes, typed_bytes(store) + options.needed_bytes,
-        lambda: TypedInMemory(store, link_type[0], fanouts, seed, options=options.read()),
-        typed_on_disk(store, link_type[0], fanouts, options, seed=seed),
-    )  # fmt: skip
+    if isinstance(store, WholeStore) and store.splits_topology:
+        asked: dict[str, Any] = {"seed": seed, "options": drawn_over_hosts(options)}
+        sampler, shares = sampler_over_hosts(
+            memory_bytes,
+            lambda memory: TypedHostsSampler(store, link_type[0], fanouts, memory=memory, **asked),
+        )
+    else:
+        sampler, ends, shares = link_sampler(
+            graph, ends, memory_bytes, typed_bytes(store) + options.needed_bytes,
+            lambda: TypedInMemory(store, link_type[0], fanouts, seed, options=options.read()),
+            typed_on_disk(store, link_type[0], fanouts, options, seed=seed),
+        )  # fmt: skip
     around = LinkSampler(sampler, link_type=link_type, negatives=negatives)
-    return LinkBatches(around, ends, numbered=told, **links), link_type, shares
+    own = links_of_host(store, (link_type[0], link_type[2]), around, ends)
+    return LinkBatches(around, ends, numbered=told, **links, **own), link_type, shares
 
 
 def _named_type(store: OpenStore, given: Any) -> Any:

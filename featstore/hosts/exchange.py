@@ -173,8 +173,8 @@ class Exchange(OneProcess):
         if theirs is not None and own != theirs:
             what = (
                 f"makes a loader (its number {number} of this store) of other options than this host: mode, "
-                "seeds, fanouts, batch_size, seed, drop_last and graph must be the same on all, or steps "
-                "would not be"
+                "seeds or links, fanouts, batch_size, seed, drop_last and graph must be the same on all, or "
+                "steps would not be"
             )
             self.fail(self.peer_error(peer, what))
 

@@ -104,8 +104,9 @@ class OverHosts(OneProcess, ABC):
     def node_count(self) -> int:
         """Number of nodes that may be seeds, of all hosts."""
 
+    @property
     @abstractmethod
-    def _seed_type(self) -> str:
+    def seed_type(self) -> str:
         """Their type."""
 
     @abstractmethod
@@ -113,17 +114,18 @@ class OverHosts(OneProcess, ABC):
         """What was found, as a mini-batch."""
 
     def _made(
-        self, seeds: NDArray[Any], batch_index: int, epoch: int, seed_times: NDArray[Any] | None
-    ) -> Any:
+        self, seeds: Mapping[str, NDArray[Any]], batch_index: int, epoch: int,
+        seed_times: Mapping[str, NDArray[Any]] | None,
+    ) -> Any:  # fmt: skip
+        """The mini-batch around seeds by type."""
         self.check_open()
         self.store.check_open()
-        nodes, of = checked_seeds(seeds, self.node_count), self._seed_type()
+        nodes = {of: checked_seeds(some, self._growing.types[of]) for of, some in seeds.items()}
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
-        times = None if seed_times is None else {of: seed_times}
         with self._lock:
-            self.check_room(len(nodes))
+            self.check_room({of: len(some) for of, some in nodes.items()})
             try:
-                found = self._growing.sample({of: nodes}, key, times)
+                found = self._growing.sample(nodes, key, seed_times)
                 edges = sum(len(part[2]) for parts in found.parts for part in parts)
                 if self.options.subgraph == "bidirectional":
                     self._neighbours.reserve(2 * REVERSING_BYTES * edges, "have the reverse of edges")
@@ -134,13 +136,14 @@ class OverHosts(OneProcess, ABC):
             self._batches, self._edges_asked = self._batches + 1, self._edges_asked + edges
             return made
 
-    def check_room(self, seeds: int) -> None:
-        """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many
-        seeds."""
-        growing, of = self._growing, self._seed_type()
-        asking = sum(one.target == of and one.fanouts[0] != 0 for one in growing.relations)
-        slots = table_size(seeds) + (len(growing.types) - 1) * table_size(0)
-        needed = (ASKING_BYTES * max(1, asking) + 8) * seeds + SLOT_BYTES * slots
+    def check_room(self, seeds: Mapping[str, int]) -> None:
+        """Raises BudgetError where the memory cannot hold even the beginning of a mini-batch of so many seeds
+        of each type."""
+        growing, needed = self._growing, 0
+        for of in growing.types:
+            count = seeds.get(of, 0)
+            asking = sum(one.target == of and one.fanouts[0] != 0 for one in growing.relations)
+            needed += (ASKING_BYTES * max(1, asking) + 8) * count + SLOT_BYTES * table_size(count)
         self._neighbours.reserve(needed, "begin the sampling")
 
     def stats(self) -> HostsSamplerStats:
@@ -185,7 +188,9 @@ class HostsSampler(OverHosts):
         """Number of nodes of the whole graph."""
         return self.graph.table.rows
 
-    def _seed_type(self) -> str:
+    @property
+    def seed_type(self) -> str:
+        """The table of the graph's nodes."""
         return self._type
 
     def sample(
@@ -200,7 +205,8 @@ class HostsSampler(OverHosts):
         Raises IdError, ArgumentError for times that are missing, BudgetError, PeerError, CorruptionError,
         DeviceError, FormatError, ClosedError.
         """
-        made: SampledSubgraph = self._made(seeds, batch_index, epoch, seed_times)
+        times = None if seed_times is None else {self._type: seed_times}
+        made: SampledSubgraph = self._made({self._type: seeds}, batch_index, epoch, times)
         return made
 
     def _result(self, found: Grown) -> SampledSubgraph:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_flag, known_name
+from featstore.arguments import as_flag, as_mapping, known_name
 from featstore.hosts.sampler import OverHosts
 from featstore.sampling.growing import Grown, Relation
 from featstore.sampling.neighbors import as_options
@@ -60,7 +60,9 @@ class TypedHostsSampler(OverHosts):
         """Number of nodes of the seeds' type."""
         return self.nodes[self.node_type]
 
-    def _seed_type(self) -> str:
+    @property
+    def seed_type(self) -> str:
+        """The type of the seeds."""
         return self.node_type
 
     def sample(
@@ -75,7 +77,19 @@ class TypedHostsSampler(OverHosts):
         Raises IdError, ArgumentError for times that are missing, BudgetError, PeerError, CorruptionError,
         DeviceError, FormatError, ClosedError.
         """
-        made: TypedSubgraph = self._made(seeds, batch_index, epoch, seed_times)
+        given = None if seed_times is None else {self.node_type: seed_times}
+        return self.sample_types({self.node_type: seeds}, batch_index, epoch=epoch, seed_times=given)
+
+    def sample_types(
+        self, seeds: Mapping[str, NDArray[Any]], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: Mapping[str, NDArray[Any]] | None = None,
+    ) -> TypedSubgraph:  # fmt: skip
+        """The mini-batch around seeds of several types, as the ends of links are. Raises the same."""
+        given = {
+            known_name(name, self.nodes, "seeds: the graph has no type"): one
+            for name, one in as_mapping(seeds, "seeds", "types to node ids").items()
+        }
+        made: TypedSubgraph = self._made(given, batch_index, epoch, seed_times)
         return made
 
     def _result(self, found: Grown) -> TypedSubgraph:

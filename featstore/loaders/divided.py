@@ -10,6 +10,8 @@ import numpy as np
 
 from featstore.errors import ArgumentError
 from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.sampling.batches import SampledBatches
+from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.ranked import share_of
 
 
@@ -37,10 +39,19 @@ class GivenShare:
         """Of this epoch the first ``over`` mini-batches are over: the others are divided."""
         self._begun_at = epoch, over
 
+    def apart(self) -> GivenShare:
+        """The same, of which other epochs can be gone through meanwhile."""
+        made = copy.copy(self)
+        if isinstance(self._batches, LinkBatches | SampledBatches):
+            made._batches = copy.copy(self._batches)
+        return made
+
     def epoch(self, number: int) -> Iterable[Any]:
         """This rank's mini-batches of an epoch."""
         batches = epoch_of(self._batches, number)
         over = self._begun_at[1] if self._begun_at[0] == number else 0
+        if self.num_replicas == 1:  # what has been divided before may say how
+            self.padded, self.dropped = getattr(batches, "padded", 0), getattr(batches, "dropped", 0)
         if self.num_replicas == 1 and not over:
             return batches
         if isinstance(batches, Sequence):

@@ -44,8 +44,8 @@ class LoaderReport(Shown):
         remote_rows, remote_bytes: rows asked of other hosts, of a store that is split by hosts; of compiled
             mini-batches those that came when these were compiled.
         recorded_epochs: how many are repeated, of compiled mini-batches.
-        padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps;
-            in mode partitions of a store that is split by hosts those of this host.
+        padded, dropped: seeds, or links, of an epoch that stand twice, or are left out, so that ranks have
+            equal steps; in mode partitions of a store that is split by hosts those of this host.
         edges_stored, edges_kept: of the collections of partitions that were trained on, the edges into their
             nodes, and those of them whose source was in memory, too.
         latencies: reads by how long they took: by the upper edge of each power of two that occurred, in

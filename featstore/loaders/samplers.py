@@ -19,6 +19,7 @@ from featstore.sampling.batches import (
     sampler_needs,
 )
 from featstore.sampling.disk_sampler import DiskSampler
+from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.stored import StoredSampler
 from featstore.sampling.typed_options import TypedOptions
@@ -38,7 +39,7 @@ def sampler_within(
     check(of)
     options = NamedOptions(store, of, said)
     if isinstance(store, WholeStore) and store.splits_topology:
-        drawn = _over_hosts(options)
+        drawn = drawn_over_hosts(options)
         shares = replace(shares, graph_bytes=shares.memory_bytes)
         with shares.told_of_all():
             memory = shares.sampler_bytes
@@ -52,7 +53,7 @@ def sampler_within(
     return made, of.table, shares
 
 
-def _over_hosts(options: NamedOptions | TypedOptions) -> SamplingOptions | None:
+def drawn_over_hosts(options: NamedOptions | TypedOptions) -> SamplingOptions | None:
     """Options that owners of lists draw by. Raises SourceError for those of arrays of edges."""
     if options.of_memory:
         raise SourceError(
@@ -81,9 +82,9 @@ def rows_first(made: Drawn, tables: Mapping[str, Table], shares: MemoryShares) -
     mini-batches' nodes, the one or those of their types. Raises BudgetError, also where it has too little for
     the seeds of a mini-batch."""
     sampler = made.drawn_by
-    if isinstance(sampler, OverHosts) and isinstance(made, RankedBatches):
+    if isinstance(sampler, OverHosts) and isinstance(made, RankedBatches | LinkBatches):
         with shares.told_of_all():
-            sampler.check_room(min(made.batch_size, len(made.train)))
+            sampler.check_room(_first_seeds(made, sampler))
     if not isinstance(sampler, DiskSampler) or not len(made):  # the graph is in memory, or of other hosts
         return shares
     memory, of_third = shares.memory_bytes, shares.sampler_bytes <= shares.memory_bytes // SAMPLER_SHARE
@@ -98,6 +99,13 @@ def rows_first(made: Drawn, tables: Mapping[str, Table], shares: MemoryShares) -
     if shares.sampler_bytes > share or shares.sampler_bytes < min(share, shares.graph_bytes):
         _reopened(made, sampler, shares)
     return shares
+
+
+def _first_seeds(made: RankedBatches | LinkBatches, sampler: OverHosts) -> dict[str, int]:
+    """How many nodes of each type a mini-batch begins with."""
+    if isinstance(made, RankedBatches):
+        return {sampler.seed_type: len(made.seeds(0))}
+    return {name or sampler.seed_type: count for name, count in made.most_seeds.items()}
 
 
 def _first_rows(
@@ -140,7 +148,7 @@ def typed_sampler_within(
     what the sampler takes. Raises BudgetError, ArgumentError, SourceError."""
     options = TypedOptions(store, said)
     if isinstance(store, WholeStore) and store.splits_topology:
-        drawn = _over_hosts(options)
+        drawn = drawn_over_hosts(options)
         shares = replace(shares, graph_bytes=shares.memory_bytes)
         with shares.told_of_all():
             asked: dict[str, Any] = {"memory": shares.sampler_bytes, "seed": seed, "options": drawn}

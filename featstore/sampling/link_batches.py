@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -9,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_flag, as_integer
+from featstore.errors import ArgumentError
 from featstore.sampling.batches import shuffled
 from featstore.sampling.disk_sampler import DiskSampler
-from featstore.sampling.links import LinkSampler, LinkSubgraph
+from featstore.sampling.links import LinkSampler, LinkSubgraph, Negatives
 from featstore.sampling.minibatch import OF_LINKS
+from featstore.sampling.ranked import owned_share
 
 _OF_NODES = ("row", "col", "edge_id", "e_id", "num_sampled_nodes", "num_sampled_edges")
 
@@ -24,12 +27,16 @@ class LinkBatches(Sequence[dict[str, Any]]):
 
     ``shuffle``: in another order every epoch, by the sampler's seed. ``drop_last``: without what is left over
     after whole mini-batches. ``numbered``: whether the user knows links by their places in ``links``; else
-    mini-batches have no ``input_id``. Raises IdError, ArgumentError, SourceError.
+    mini-batches have no ``input_id``. ``owner`` [l]: on which of ``hosts`` hosts each link is, of which this
+    is ``host``, and has the mini-batches of its own links, as many as any other
+    (:func:`featstore.sampling.ranked.owned_share`): ``padded`` links of all hosts stand twice in this epoch,
+    ``dropped`` ones are left out. Raises IdError, ArgumentError, SourceError.
     """
 
     def __init__(
         self, sampler: LinkSampler, links: NDArray[Any], batch_size: int, *, labels: Any = None,
         times: Any = None, shuffle: bool = False, drop_last: bool = False, numbered: bool = True,
+        owner: NDArray[Any] | None = None, host: int = 0, hosts: int = 1,
     ) -> None:  # fmt: skip
         self.sampler, self.batch_size = sampler, as_count(batch_size, "batch_size")
         self._links = sampler.checked(links)
@@ -39,12 +46,30 @@ class LinkBatches(Sequence[dict[str, Any]]):
         sampler.check_said(self._labels, self._times, count)
         self._shuffle, self._drop_last = as_flag(shuffle, "shuffle"), as_flag(drop_last, "drop_last")
         self._numbered = as_flag(numbered, "numbered")
+        self._owner, self._host, self.num_replicas = owner, host, hosts
+        self.padded = self.dropped = 0
         self.epoch = 0
         self._order = self._ordered()
+        if not len(self) and owner is not None:
+            raise ArgumentError(
+                f"drop_last= leaves no mini-batch of {self.batch_size:,} links for each of {hosts} hosts: "
+                "give fewer a batch"
+            )
 
     def _ordered(self) -> NDArray[np.int64]:
-        count = self._links.shape[1]
-        return shuffled(count, self.sampler.sampler.seed, self.epoch) if self._shuffle else np.arange(count)
+        count = self.total
+        order = shuffled(count, self.sampler.sampler.seed, self.epoch) if self._shuffle else np.arange(count)
+        if self._owner is None:
+            return order
+        size, drop = self.batch_size, self._drop_last
+        share = owned_share(order, self._owner, size, self._host, 1, self.num_replicas, drop)
+        self.padded, self.dropped = share.padded, share.dropped
+        return share.seeds
+
+    @property
+    def most_seeds(self) -> dict[str, int]:
+        """How many nodes of each type a mini-batch begins with, at most."""
+        return self.sampler.most_seeds(min(self.batch_size, len(self._order)))
 
     def set_epoch(self, epoch: int) -> None:
         """From now on the mini-batches are those of this epoch."""
@@ -60,6 +85,16 @@ class LinkBatches(Sequence[dict[str, Any]]):
         """Have another one of the same graph sample."""
         self.sampler.sampler = sampler
 
+    def said(self) -> str:
+        """What tells these mini-batches from others by the same sampler."""
+        negatives = self.sampler.negatives or Negatives()
+        drawn = None if self.sampler.negatives is None else (negatives.mode, negatives.amount)
+        digest = hashlib.sha256(f"{self.batch_size} {self._shuffle} {self._drop_last} {drawn}".encode())
+        for one in (self._links, self._labels, self._times, negatives.src_weight, negatives.dst_weight):
+            values = np.asarray(0 if one is None else one)
+            digest.update(f"{values.dtype} {values.shape}".encode() + values.tobytes())
+        return digest.hexdigest()
+
     def close(self) -> None:
         """Give back what a sampler from disk holds. May be called more than once."""
         if isinstance(self.drawn_by, DiskSampler):
@@ -71,7 +106,7 @@ class LinkBatches(Sequence[dict[str, Any]]):
         return int(self._links.shape[1])
 
     def __len__(self) -> int:
-        count: int = self._links.shape[1]
+        count = len(self._order)
         return count // self.batch_size if self._drop_last else -(-count // self.batch_size)
 
     @overload
@@ -84,9 +119,10 @@ class LinkBatches(Sequence[dict[str, Any]]):
             return [self[number] for number in numbers]
         some = self._order[numbers * self.batch_size :][: self.batch_size]
         labels, times = (None if one is None else one[some] for one in (self._labels, self._times))
+        number = numbers * self.num_replicas + self._host  # other negatives on each host
         found = as_mapping_of(
             self.sampler.sample(
-                self._links[:, some], numbers, epoch=self.epoch, labels=labels, times=times, input_id=some
+                self._links[:, some], number, epoch=self.epoch, labels=labels, times=times, input_id=some
             )
         )
         if not self._numbered:

@@ -10,8 +10,9 @@ as likely: no tries that may end without one.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +21,41 @@ from featstore.arguments import as_choice, as_integer, as_number, shown
 from featstore.base.hashing import batch_key, draw_below, random_words, relation_key
 from featstore.base.ids import as_integers, plain_array
 from featstore.errors import ArgumentError, IdError, SourceError
-from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
-from featstore.sampling.options import by_key, checked_times
-from featstore.sampling.stored import StoredSampler
-from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
-from featstore.sampling.typed_store import TypedInMemory
-from featstore.sampling.typed_stored import TypedStoredSampler
+from featstore.sampling.neighbors import SampledSubgraph
+from featstore.sampling.options import SamplingOptions, by_key, checked_times
+from featstore.sampling.typed import TypedSubgraph
 from featstore.storage.edge_types import EdgeType
 
 _NODES_MAX = 2**32 - 1
-_Typed = TypedNeighborSampler | TypedInMemory | TypedStoredSampler
+
+
+class AroundNodes(Protocol):
+    """What samples around nodes: in memory, from disk, or over the lists of several hosts. ``node_count``:
+    of those that may be seeds."""
+
+    seed: int
+    options: SamplingOptions
+
+    @property
+    def node_count(self) -> int: ...
+
+    def sample(
+        self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0, seed_times: Any = None
+    ) -> Any: ...
+
+
+@runtime_checkable
+class AroundTypes(Protocol):
+    """The same over edge types, around seeds of several types. ``nodes``: of each type."""
+
+    seed: int
+    options: SamplingOptions
+    nodes: Mapping[str, int]
+
+    def sample_types(
+        self, seeds: Mapping[str, NDArray[Any]], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: Any = None,
+    ) -> Any: ...  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,18 +112,18 @@ class LinkSubgraph:
 
 
 class LinkSampler:
-    """Samples around links, by a sampler of a graph in memory or on disk.
+    """Samples around links, by a sampler of a graph in memory, on disk, or on several hosts.
 
     ``link_type``: the relation that links are of, where the graph has types: it need not be one that is
     sampled. ``negatives``: None for none. Raises ArgumentError, SourceError.
     """
 
     def __init__(
-        self, sampler: NeighborSampler | StoredSampler | _Typed, *, link_type: EdgeType | None = None,
+        self, sampler: AroundNodes | AroundTypes, *, link_type: EdgeType | None = None,
         negatives: Negatives | None = None,
     ) -> None:  # fmt: skip
-        typed = isinstance(sampler, _Typed)
-        if not typed and not isinstance(sampler, NeighborSampler | StoredSampler):
+        typed = isinstance(sampler, AroundTypes)
+        if not typed and not all(hasattr(sampler, name) for name in ("sample", "node_count", "options")):
             raise ArgumentError(f"sampler must be one of neighbours, not {shown(sampler)}")
         if typed != (link_type is not None):
             raise ArgumentError(
@@ -107,7 +133,7 @@ class LinkSampler:
             raise ArgumentError(f"negatives must be Negatives, not {shown(negatives)}")
         self.sampler, self.link_type, self.negatives = sampler, link_type, negatives
         self._types = ("", "") if link_type is None else _ends(sampler, link_type)
-        counts = sampler.nodes if isinstance(sampler, _Typed) else {"": sampler.node_count}
+        counts = sampler.nodes if isinstance(sampler, AroundTypes) else {"": sampler.node_count}
         node_times = by_key(sampler.options.node_times, list(counts), "node_times")
         self._counts = [counts[name] for name in self._types]
         weights = (None, None) if negatives is None else (negatives.src_weight, negatives.dst_weight)
@@ -165,6 +191,17 @@ class LinkSampler:
     def _disjoint(self) -> bool:
         return self.sampler.options.has_trees
 
+    def most_seeds(self, links: int) -> dict[str, int]:
+        """Of a mini-batch of so many links: how many nodes of each type it begins with, at most."""
+        added = 0 if self.negatives is None else math.ceil(links * self.negatives.amount)
+        binary = self.negatives is not None and self.negatives.mode == "binary"
+        found: dict[str, int] = {}
+        ends = zip(self._types, self._counts, (links + added * binary, links + added), strict=True)
+        for name, nodes, count in ends:
+            found[name] = found.get(name, 0) + count
+            found[name] = found[name] if self._disjoint else min(found[name], nodes)
+        return found
+
     def check_said(self, labels: Any, times: Any, count: int) -> None:
         """Raise ArgumentError, SourceError for labels and times that are not for ``count`` links of this."""
         if self.sampler.options.timed != (times is not None):
@@ -201,7 +238,7 @@ class LinkSampler:
             groups, places = [one for one, _ in both], [place for _, place in both]
         if one_type:
             places = np.split(places[0], [len(ends[0])])
-        if isinstance(self.sampler, NeighborSampler | StoredSampler):
+        if not isinstance(self.sampler, AroundTypes):
             when = None if grouped is None else grouped[0]
             return self.sampler.sample(groups[0], batch_index, epoch=epoch, seed_times=when), places
         return self.sampler.sample_types(

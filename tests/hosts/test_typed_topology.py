@@ -226,7 +226,7 @@ def test_the_room_that_seeds_need_is_known_before(folder: Path) -> None:
     """Of all relations that lead to them."""
     with hosts(folder / "parts1", 1) as ((alone,), _):
         with pytest.raises(BudgetError) as small:
-            sampler_on(alone, (1,), 1).check_room(90)
+            sampler_on(alone, (1,), 1).check_room({"paper": 90})
         with (
             sampler_on(alone, (1,), small.value.needed_bytes) as sampler,
             pytest.raises(BudgetError, match="have neighbours of other hosts"),

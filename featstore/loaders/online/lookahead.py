@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import shown
 from featstore.errors import ArgumentError
 from featstore.hosts.ahead import Ahead
 from featstore.hosts.massivegnn import halo_ids_of
 from featstore.loaders.divided import GivenShare
-from featstore.loaders.prefetch import Sampler, epoch_of
-from featstore.sampling.batches import RankedBatches
+from featstore.loaders.prefetch import Sampler, epoch_of, parts_of
+from featstore.sampling.batches import RankedBatches, SampledBatches
+from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.minibatch import split, table_of
 from featstore.storage.relations import graph_of
 from featstore.storage.store import Table
@@ -37,6 +39,15 @@ def check_known_ahead(batches: Sampler | None) -> None:
             "halo= as a size is for mini-batches that are known beforehand: those that the store samples "
             "(seeds=), and a list of them; give featstore.Buffer(memory=) or featstore.MassiveGNN() for "
             "others"
+        )
+    if batches is None or isinstance(batches, LinkBatches | SampledBatches):
+        return
+    told = [part for part in parts_of(batches) if callable(getattr(part, "set_epoch", None))]
+    if told:
+        raise ArgumentError(
+            f"halo= as a size looks at mini-batches ahead, also of the next epoch, and {shown(told[0])} has "
+            "set_epoch(), which says for all of them which epoch it is: give a list that stays, or "
+            "featstore.Buffer(memory=) or featstore.MassiveGNN()"
         )
 
 
@@ -82,7 +93,8 @@ class Lookahead:
 
     def _wanted(self, epoch: int) -> Iterator[dict[str, NDArray[np.int64]]]:
         """Nodes of other hosts that each mini-batch wants, from this epoch on."""
-        share = copy.copy(self._share)  # which goes from epoch to epoch by itself
+        share = self._share  # of which another one goes from epoch to epoch by itself
+        share = share.apart() if isinstance(share, GivenShare) else copy.copy(share)
         none = np.empty(0, np.int64)
         while True:
             self._begins[epoch] = self.ahead.uses.added

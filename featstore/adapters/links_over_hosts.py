@@ -1,0 +1,88 @@
+"""Mini-batches around links of a store that is split by hosts: each trains on links whose targets it owns, or
+whose sources, and all on equally many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import ArgumentError, SourceError
+from featstore.hosts.split_store import WholeStore
+from featstore.loaders.shares import MemoryShares
+from featstore.sampling.link_batches import LinkBatches
+from featstore.sampling.links import LinkSampler
+from featstore.storage.store import OpenStore
+
+
+def check_links_of_hosts(store: WholeStore, given: Any, options: Mapping[str, Any]) -> None:
+    """Raise ArgumentError, SourceError for what of links a store that is split by hosts does not take."""
+    for name in ("rank", "world_size"):
+        if options.get(name) is not None:
+            raise ArgumentError(
+                f"{name}= divides mini-batches, and hosts have links of their own: leave it out"
+            )
+    if store.place.ranks > 1:
+        raise SourceError(
+            f"each host has {store.place.ranks} ranks, and links are sampled by one a host: start one "
+            "(--nproc-per-node=1)"
+        )
+    ends = given[1] if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], tuple) else given
+    of_type = isinstance(ends, tuple) or (store.edge_types and isinstance(ends, str))
+    if store.splits_topology and (ends is None or of_type):
+        raise SourceError(
+            "all edges as links are in lists that hosts have each of their own nodes: where topology is "
+            "split, say which links, edge_label_index="
+        )
+
+
+def sampler_over_hosts(memory_bytes: int, made: Callable[[int], Any]) -> tuple[Any, MemoryShares]:
+    """What samples around links over lists of several hosts, ``made`` within so many bytes, and the shares of
+    memory."""
+    shares = MemoryShares(memory_bytes, graph_bytes=memory_bytes)
+    with shares.told_of_all():
+        return made(shares.sampler_bytes), shares
+
+
+def links_of_host(
+    store: OpenStore, tables: tuple[str, str], around: LinkSampler, links: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Which of the links, between nodes of two ``tables``, are of which host; nothing of a store that is not
+    split. Raises IdError."""
+    if not isinstance(store, WholeStore):
+        return {}
+    place, ends = store.place, around.checked(links)
+    if ends.shape[1] < place.hosts:
+        raise ArgumentError(f"edge_label_index: {ends.shape[1]} links are too few for {place.hosts} hosts")
+    sources, targets = (store.owners[table].hosts[end] for table, end in zip(tables, ends, strict=True))
+    return {"owner": deal_links(sources, targets, place.hosts), "host": place.host, "hosts": place.hosts}
+
+
+def deal_links(sources: NDArray[Any], targets: NDArray[Any], hosts: int) -> NDArray[Any]:
+    """The host of each link, whose ends these hosts own, so that all have as many, or one more: that of its
+    target; what that has too many of goes to those of the sources, and what these cannot take, the last ones,
+    to whoever has too few."""
+    owner, links = targets.copy(), len(targets)
+    quotas = [links // hosts + (host < links % hosts) for host in range(hosts)]
+    for by_source in (True, False):
+        spare = quotas - np.bincount(owner, minlength=hosts)
+        for host in np.flatnonzero(spare < 0):
+            own = np.flatnonzero(owner == host)
+            for other in np.flatnonzero(spare > 0):
+                some = own[sources[own] == other] if by_source else own
+                count = min(-int(spare[host]), int(spare[other]), len(some))
+                if count:
+                    moved = some[len(some) - count :]
+                    owner[moved] = other
+                    own = own[owner[own] == host]
+                    spare[host], spare[other] = spare[host] + count, spare[other] - count
+    return owner
+
+
+def agree_on_links(store: OpenStore, batches: LinkBatches, options: Any) -> None:
+    """Have all hosts say the same, of a store that is split; else PeerError on all, of the next mini-batch at
+    the latest."""
+    if isinstance(store, WholeStore):
+        store.agree({"links": batches.said(), "options": repr(options)})
