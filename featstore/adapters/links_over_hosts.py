@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
+from featstore.loaders.ranks import Ranks
 from featstore.loaders.shares import MemoryShares
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler
@@ -24,14 +25,16 @@ def check_links_of_hosts(store: WholeStore, given: Any, options: Mapping[str, An
             raise ArgumentError(
                 f"{name}= divides mini-batches, and hosts have links of their own: leave it out"
             )
-    if store.place.ranks > 1:
+    place, world = store.place, Ranks.of(None, None, None).world_size
+    ranks = place.ranks if place.hosts > 1 else world
+    if ranks > 1:
         raise SourceError(
-            f"each host has {store.place.ranks} ranks, and links are sampled by one a host: start one "
+            f"each host has {ranks} ranks, and links are sampled by one a host: start one "
             "(--nproc-per-node=1)"
         )
-    ends = given[1] if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], tuple) else given
-    of_type = isinstance(ends, tuple) or (store.edge_types and isinstance(ends, str))
-    if store.splits_topology and (ends is None or of_type):
+    if store.edge_types and options.get("graph") is None and isinstance(given, tuple):
+        given = given[1] if len(given) == 2 and isinstance(given[0], tuple) else None  # of a type alone
+    if store.splits_topology and given is None:
         raise SourceError(
             "all edges as links are in lists that hosts have each of their own nodes: where topology is "
             "split, say which links, edge_label_index="

@@ -79,7 +79,8 @@ class LinkNeighborLoader:
         edge_label_index: links, integers [2, l] (tensor, array), the name of an array in the store, or None
             for all edges of the graph: in the order of their numbers where it keeps these; where it does not,
             labels and times of them are refused. With edge types one of these, for all its edges, or a pair
-            of it and links; its two types of nodes alone where no other joins them.
+            of it and links, or the name of such an array; its two types of nodes alone where no other joins
+            them.
         edge_label: labels [l], or the name of an array. With binary negatives, labels that begin with 0 are
             one more in mini-batches, where 0 is a negative's.
         edge_label_time: int64 [l], times of the links; needs ``time_attr``.

@@ -125,6 +125,8 @@ def typed_link_batches(
             f"it has {known}"
         )
     link_type, ends = given
+    if isinstance(ends, str):
+        ends = store.arrays[ends]
     if hasattr(ends, "cpu"):
         ends = ends.cpu().numpy()
     graph, options = store.graphs[joined_name(link_type)], TypedOptions(store, said, seeds_have_times=True)

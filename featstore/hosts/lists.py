@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import ArgumentError, BudgetError, FormatError
 from featstore.hosts.asks import AnswerPlace
 from featstore.hosts.exchange import IDS_MAX
+from featstore.hosts.own_draws import begins_of, close_drawn, longest_of, pick_own
 from featstore.hosts.owners import Owners
 from featstore.hosts.questions import Draw, ListsAnswer, ListsAsk, Question
 from featstore.plan.budget import TableNeed, own_bytes
@@ -29,83 +29,13 @@ from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.sampling.cache import NO_MAP
 from featstore.sampling.lists_on_disk import ASKING_NODE_BYTES, LONGEST_BYTES, Asking, DrawnHow, ListsOnDisk
-from featstore.sampling.picking import empty_picks, pick_edges, table_size
+from featstore.sampling.picking import empty_picks, table_size
 from featstore.storage.store import OpenStore, StoredGraph
 
 _DRAW_NODES, _DRAW_EDGES = 1024, 1 << 13  # that are drawn at once, unless one node draws more
 _PICKS_BYTES = 1 << 16  # of a node, unless one picks more
 _DRAW_BYTES = ASKING_NODE_BYTES * _DRAW_NODES + 16 * _DRAW_EDGES + _PICKS_BYTES
 _READ_BYTES = 1 << 18  # of lists that are looked at whole, unless one is longer
-
-
-@njit(cache=True, nogil=True)
-def begin_of(row: Any, offsets: Any, run_rows: Any, run_edges: Any) -> Any:
-    """Where the list of a part's row begins in the store that was split."""
-    run = np.searchsorted(run_rows, row, side="right") - 1
-    return run_edges[run] + offsets[row] - offsets[run_rows[run]]
-
-
-@njit(cache=True, nogil=True)
-def begins_of(rows: Any, offsets: Any, run_rows: Any, run_edges: Any, begins: Any) -> None:
-    """The same of some rows."""
-    for i in range(rows.shape[0]):
-        begins[i] = begin_of(rows[i], offsets, run_rows, run_edges)
-
-
-@njit(cache=True, nogil=True)
-def pick_own(
-    offsets: Any, rows: Any, run_rows: Any, run_edges: Any, nodes: Any, fanout: Any, key: Any, skip: Any,
-    picks: Any, degrees: Any, begins: Any, positions: Any,
-) -> Any:  # fmt: skip
-    """Pick among the lists of a host's ``nodes``, which are ``rows`` of its own store: positions of edges
-    into ``positions``, as many as fit where ``fanout`` is -1. ``degrees`` and ``begins`` are filled for each
-    node. ``skip``: edges of the first node that are left out, of fan-out -1.
-
-    Returns how many positions there are, or -1 - i for a node whose list cannot be.
-    """
-    filled = 0
-    for i in range(nodes.shape[0]):
-        low = offsets[rows[i]]
-        degree = offsets[rows[i] + 1] - low
-        if degree >= 4294967296:
-            return -1 - i
-        degrees[i] = degree
-        begins[i] = begin_of(rows[i], offsets, run_rows, run_edges)
-        if fanout < 0:
-            first = skip if i == 0 else 0
-            for place in range(first, min(degree, first + positions.shape[0] - filled)):
-                positions[filled] = low + place
-                filled += 1
-        else:
-            filled += pick_edges(key, nodes[i], low, degree, fanout, picks, i, positions[filled:])
-    return filled
-
-
-@njit(cache=True, nogil=True)
-def close_drawn(
-    offsets: Any, rows: Any, at: Any, taken: Any, edge: Any, skip: Any, positions: Any, places: Any
-) -> Any:
-    """Let what ``rows`` drew, from ``edge[at]`` on, stand side by side in ``positions``, as far as there is
-    room, but for the first ``skip`` of the first row; and where it is in the list in ``places``. Returns how
-    many there are."""
-    filled = 0
-    for i in range(rows.shape[0]):
-        for drawn in range(at[i] + (skip if i == 0 else 0), at[i] + taken[i]):
-            if filled == positions.shape[0]:
-                return filled
-            positions[filled] = edge[drawn]
-            places[filled] = edge[drawn] - offsets[rows[i]]
-            filled += 1
-    return filled
-
-
-@njit(cache=True, nogil=True)
-def longest_of(offsets: Any) -> Any:
-    """The length of the longest list."""
-    longest = np.int64(0)
-    for row in range(offsets.shape[0] - 1):
-        longest = max(longest, offsets[row + 1] - offsets[row])
-    return longest
 
 
 class OwnLists:
@@ -137,6 +67,7 @@ class OwnLists:
         self._has = Draw.WEIGHTS * (lists.weights is not None) | Draw.TIMES * (lists.times is not None)
         self._has |= Draw.NUMBERS * (lists.ids is not None)
         self._drawing, self._longest = drawing, int(longest_of(self._offsets))
+        self.too_long: tuple[int, int] | None = None  # for draws by values: memory that is needed, and given
         for draw in (Draw(0), Draw.TREES, *([self._has | Draw.TREES] if self._has else [])):
             self.serve(np.array([0, 1, 0, 0, 0, int(draw)]), AnswerPlace(0, 0))  # so that kernels are there
 
@@ -152,12 +83,28 @@ class OwnLists:
 
     @property
     def drawing_bytes(self) -> int:
-        """Scratch for one question: its longest list, where these are looked at whole."""
-        lists, longest = self._lists, self._longest
-        whole = lists.weights is not None or lists.times is not None
-        whole_bytes = LONGEST_BYTES * longest + _READ_BYTES if whole else 0
+        """Scratch for one question."""
+        longest = self._longest
         picks_bytes = max(0, 16 * table_size(min(longest, IDS_MAX // 2)) - _PICKS_BYTES)
-        return _DRAW_BYTES + picks_bytes + 8 * max(0, longest - _DRAW_EDGES) + whole_bytes
+        return _DRAW_BYTES + picks_bytes + 8 * max(0, longest - _DRAW_EDGES)
+
+    @property
+    def whole_bytes(self) -> int:
+        """What one takes beside it that draws by weights or times, of its longest list; 0 where none are."""
+        return LONGEST_BYTES * self._longest + _READ_BYTES if self._has & (Draw.WEIGHTS | Draw.TIMES) else 0
+
+    def check_memory(self, draw: Draw) -> None:
+        """Raise BudgetError where there is none for the longest list, which is drawn from by its values."""
+        if self.too_long is not None and draw & (Draw.WEIGHTS | Draw.TIMES):
+            what = (
+                f"look at the longest list of a node of graph {self.name!r} on a host, by whose weights or "
+                "times neighbours are drawn (memory= of open_split)"
+            )
+            raise BudgetError(*self.too_long, what)
+
+    def read_by(self, reader: Reader) -> None:
+        """From now on lists are read by this one."""
+        self._reader = reader
 
     def fill(self, room_bytes: int, values: bool) -> int:
         """Hold neighbours, or what else there is of edges (``values``), as far as there is room; the bytes
@@ -182,6 +129,7 @@ class OwnLists:
         lacking = question.draw & (Draw.WEIGHTS | Draw.TIMES | Draw.NUMBERS) & ~self._has
         if lacking:
             raise ArgumentError(f"graph {self.name!r} keeps no {lacking.name} of its edges here")
+        self.check_memory(question.draw)
         rows = self._owners.local(nodes, place.ids[:count])
         if len(self._row_of_node):
             rows[:] = self._row_of_node[rows]
@@ -293,24 +241,35 @@ class ListsOfHost:
     ) -> None:
         names, needs, held = _needs(part, options)
         assert part.manifest.family is not None
-        own = own_bytes(memory_bytes - own_bytes(1, needs) + own_bytes(1, []) - held - _DRAW_BYTES, needs)
         tables = [table for name in names for table in lists_of(part, name).tables]
-        self._reader = Reader(part, tables=tables, memory=own, static=None, static_memory=0, **options)
+        least, drawing = own_bytes(1, needs), threading.Lock()
+
+        def reader(memory: int) -> Reader:
+            return Reader(
+                part, tables=tables, memory=memory, static=None, static_memory=0, **options
+            )  # fmt: skip
+
+        self._reader = reader(least)  # how long lists are is known when offsets have been read
         self.graphs: dict[str, OwnLists] = {}
-        drawing = threading.Lock()
         try:
             for name in names:
                 owns = owners[part.manifest.family.split_graphs[name].table]
                 self.graphs[name] = OwnLists(part, name, owns, self._reader, drawing)
             graphs = self.graphs.values()
-            drawing_bytes = max(one.drawing_bytes for one in graphs)
-            room = memory_bytes - held - own - drawing_bytes
-            if room < 0:
-                what = (
-                    "look at the longest list of a node, by whose weights or times neighbours may be drawn, "
-                    "which the store keeps"
-                )
-                raise BudgetError(held + own_bytes(1 << 60, needs) + drawing_bytes, memory_bytes, what)
+            needed = held + least + max(one.drawing_bytes for one in graphs)
+            if needed > memory_bytes:
+                raise BudgetError(needed, memory_bytes, "pick among the longest list of a node")
+            whole = needed + max(one.whole_bytes for one in graphs)
+            if whole <= memory_bytes:
+                needed = whole
+            else:  # who draws otherwise needs less
+                self.say_too_long(whole, memory_bytes)
+            own = own_bytes(memory_bytes - needed + least, needs)
+            self._reader.close()
+            self._reader = reader(own)
+            room = memory_bytes - needed + least - own
+            for one in graphs:
+                one.read_by(self._reader)
             for values in (False, True):
                 for one in graphs:
                     room -= one.fill(room, values)
@@ -318,6 +277,16 @@ class ListsOfHost:
         except BaseException:
             self._reader.close()
             raise
+
+    def say_too_long(self, needed_bytes: int, given_bytes: int) -> None:
+        """Whoever draws by weights or times is told that this takes so much memory."""
+        for one in self.graphs.values():
+            one.too_long = (needed_bytes, given_bytes) if one.whole_bytes else None
+
+    @property
+    def whole_lists_bytes(self) -> int:
+        """The memory that draws by weights or times would take, where there is too little for these."""
+        return max((one.too_long[0] for one in self.graphs.values() if one.too_long is not None), default=0)
 
     @staticmethod
     def least_bytes(part: OpenStore, **options: Any) -> int:

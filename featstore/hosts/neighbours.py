@@ -184,7 +184,8 @@ _Asked = tuple[AskedHop, _Chunk]
 class Neighbours:
     """Asks for those of nodes of ``graphs``' tables, within ``memory_bytes``, as each is drawn. ``fanouts``:
     all that there are. ``nodes_remote``: nodes that others were asked about; ``exchanges``: times that these
-    were waited for. Raises SourceError for fan-outs that no message could hold."""
+    were waited for. Raises SourceError for fan-outs that no message could hold, BudgetError where this host
+    has no memory for whole lists that draws look at."""
 
     def __init__(
         self, store: WholeStore, graphs: Iterable[tuple[StoredGraph, Draw]], fanouts: Iterable[int],
@@ -200,6 +201,8 @@ class Neighbours:
             )
             for one, draw in graphs
         }  # fmt: skip
+        for name, one in self._lists.items():
+            self._own.graphs[name].check_memory(one.draw)  # others say so when they are asked
         draws = [(one.draw, one.item) for one in self._lists.values()]
         node_bytes = max(Question.node_bytes(draw) for draw, _ in draws)
         edge_bytes = max(ListsAnswer.bytes_of_edge(draw, item.itemsize) for draw, item in draws)

@@ -219,6 +219,8 @@ class WholeStore(OpenStore):
         except BudgetError as error:
             needed = given - left + 2 * (error.needed_bytes - least)
             raise BudgetError(needed, given, error.what) from None
+        if whole := self._lists.whole_lists_bytes:
+            self._lists.say_too_long(given - left + 2 * (whole - least), given)
         return self._lists.memory_bytes
 
     def _body_bytes(self, names: Sequence[str], share: int, memory_bytes: int) -> int:

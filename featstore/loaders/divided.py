@@ -39,6 +39,11 @@ class GivenShare:
         """Of this epoch the first ``over`` mini-batches are over: the others are divided."""
         self._begun_at = epoch, over
 
+    @property
+    def of_links(self) -> bool:
+        """Whether mini-batches are the store's own, around links."""
+        return isinstance(self._batches, LinkBatches)
+
     def apart(self) -> GivenShare:
         """The same, of which other epochs can be gone through meanwhile."""
         made = copy.copy(self)
@@ -50,8 +55,8 @@ class GivenShare:
         """This rank's mini-batches of an epoch."""
         batches = epoch_of(self._batches, number)
         over = self._begun_at[1] if self._begun_at[0] == number else 0
-        if self.num_replicas == 1:  # what has been divided before may say how
-            self.padded, self.dropped = getattr(batches, "padded", 0), getattr(batches, "dropped", 0)
+        if isinstance(batches, LinkBatches) and self.num_replicas == 1:  # which hosts have divided
+            self.padded, self.dropped = batches.padded, batches.dropped
         if self.num_replicas == 1 and not over:
             return batches
         if isinstance(batches, Sequence):

@@ -301,7 +301,8 @@ class Making:
         if isinstance(halo, int | str):
             assert isinstance(self.store, WholeStore)
             assert self.share is not None
-            tables = tables_looked_at(self.store, self._sampled, self._of_types, self.given.get("graph"))
+            of_types = self._of_types or self.share.of_links
+            tables = tables_looked_at(self.store, self._sampled, of_types, self.given.get("graph"))
             looking = Lookahead(self.store, self.share, batches, parse_bytes(halo, "halo"), tables, nodes)
             own["halo"], batches = looking.ahead, looking.epoch
         loader = OnlineLoader(
@@ -331,7 +332,8 @@ class Making:
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
             seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
         )  # fmt: skip
-        if isinstance(self.store, WholeStore) and not isinstance(self.share, GivenShare):
+        listed = isinstance(self.share, GivenShare) and not self.share.of_links
+        if isinstance(self.store, WholeStore) and not listed:
             # what reuse= finds may be of other options on another host
             self.store.agree({"recorded": mode.loader.compiled.epochs().tolist()})
         try:

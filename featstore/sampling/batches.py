@@ -235,6 +235,8 @@ class RankedBatches(SampledBatches):
     ``owner`` [nodes]: on which of ``hosts`` hosts each node is, whose ranks train on what is there: see
     :func:`featstore.sampling.ranked.owned_share`. An epoch is then divided as a whole, and not its rest."""
 
+    of_links = False  # its mini-batches are around nodes
+
     def __init__(
         self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, *, ranks: Sequence[int] = (0,),
         world_size: int = 1, drop_last: bool = False, own: bool = False, in_order: bool = False,

@@ -346,8 +346,10 @@ def test_more_neighbours_than_were_asked_for_are_refused(folder: Path, fanout: i
             sampler.sample(np.arange(200))
 
 
-def test_the_longest_list_has_to_fit_the_memory(tmp_path: Path, pack: Any) -> None:
-    """A node with all edges, which are looked at for each draw; and what the error says is enough."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_longest_list_has_to_fit_the_memory(tmp_path: Path, pack: Any, count: int) -> None:
+    """A node with all edges, which are looked at for each draw by weights; whoever draws otherwise needs no
+    memory for that. What the error says is enough; where another host has too little, it says so."""
     edges = 300_000
     indptr = np.concatenate([[0], np.full(50, edges)]).astype(np.int64)
     graph = indptr, np.random.default_rng(1).integers(0, 50, edges).astype(np.int32)
@@ -355,17 +357,27 @@ def test_the_longest_list_has_to_fit_the_memory(tmp_path: Path, pack: Any) -> No
     with packed(
         tmp_path / "s", pack, 50, 1, graph=graph, edge_ids=None, edge_weights=weights, edge_times=None
     ) as store:
-        split(store, 1, tmp_path / "parts")
-        with store.sampler((5,), memory="64MiB", weight_attr="weights") as sampler:
-            whole = sampler.sample(np.arange(3))
-    with (
-        pytest.raises(BudgetError, match="the longest list of a node") as small,
-        hosts(tmp_path / "parts", 1, memory="8MiB"),
-    ):
-        pass
-    with (
-        hosts(tmp_path / "parts", 1, memory=str(small.value.needed_bytes)) as ((alone,), _),
-        alone.sampler((5,), weight_attr="weights") as sampler,
-    ):
-        same(sampler.sample(np.arange(3)), whole)
-        assert sum(alone.memory().values()) <= small.value.needed_bytes
+        split(store, count, tmp_path / "parts")
+        found = []
+        for said in ({}, {"weight_attr": "weights"}):
+            with store.sampler((5,), memory="64MiB", **said) as sampler:
+                found.append(sampler.sample(np.arange(3)))
+    with hosts(tmp_path / "parts", count, memory="36MiB") as (stores, _):
+        owner = stores[0].owners["features"].hosts[0]  # of the node with all edges
+        for one in stores:
+            with one.sampler((5,)) as sampler:
+                same(sampler.sample(np.arange(3)), found[0])
+        with pytest.raises(BudgetError, match=r"longest list of a node of graph .* \(memory= of") as small:
+            stores[owner].sampler((5,), weight_attr="weights")
+        if count > 1:
+            with (
+                stores[1 - owner].sampler((5,), weight_attr="weights") as sampler,
+                pytest.raises(BudgetError, match="longest list of a node") as there,
+            ):
+                sampler.sample(np.arange(3))
+            assert there.value.needed_bytes == small.value.needed_bytes
+    with hosts(tmp_path / "parts", count, memory=str(small.value.needed_bytes)) as (stores, _):
+        for one in stores:
+            with one.sampler((5,), weight_attr="weights") as sampler:
+                same(sampler.sample(np.arange(3)), found[1])
+            assert sum(one.memory().values()) <= small.value.needed_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from test_split import planted, rows_of
 
 import featstore
-from featstore.errors import BudgetError, FeatstoreWarning, StoreExistsError
+from featstore.errors import BudgetError, FeatstoreWarning, SourceError, StoreExistsError
 from featstore.storage.disk import Disk
 
 NODES, HOSTS = 2000, 3
@@ -108,8 +109,7 @@ def test_a_host_with_too_many_is_told(tmp_path: Path) -> None:
 
 
 def test_memory_and_resuming(tmp_path: Path) -> None:
-    """The result does not depend on the memory, too little of it is a BudgetError that names enough; a split
-    that an earlier version has begun, which dealt them out otherwise, is not gone on with."""
+    """The result does not depend on the memory, too little of it is a BudgetError that names enough."""
     path = pack(tmp_path / "s", True)
     memory = 1 << 20
     for _ in range(30):
@@ -125,7 +125,50 @@ def test_memory_and_resuming(tmp_path: Path) -> None:
     featstore.split(path, 2, tmp_path / "most", memory="1GiB")
     for name, owner in owners(tmp_path / "least").items():
         assert np.array_equal(owners(tmp_path / "most")[name], owner)
-    with featstore.open(tmp_path / "most/topology") as topology:
-        assert topology.manifest.provenance["split"]["edges"] == "beside their targets"
-    with pytest.raises(StoreExistsError):
-        featstore.split(path, 2, tmp_path / "most")
+
+
+@pytest.mark.parametrize("at", ["topology: edge_features", "host-1: features"])
+def test_what_an_earlier_version_began_is_not_gone_on_with(
+    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dealt rows of edges out otherwise, and its parts would have them twice, or not at all."""
+    path, out = pack(tmp_path / "s", False), tmp_path / "out"
+
+    def stop(progress: Any) -> None:
+        if at in (progress.table, progress.stage):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for module in ("plan", "split"):
+            patch.setattr(f"featstore.packing.split.{module}.graph_of_rows", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            featstore.split(path, 2, out, progress=stop)
+    with pytest.raises((SourceError, StoreExistsError), match="--overwrite"):
+        featstore.split(path, 2, out, resume=True)
+    featstore.split(path, 2, out, overwrite=True)
+    assert np.array_equal(owners(out)["edge_features"], owners(out)["features"][EDGES[1]])
+
+
+def test_what_cannot_be_even_leaves_all_else_as_it_was(tmp_path: Path) -> None:
+    """A node to which a third of the edges lead: rows and training nodes are as even as without rows of
+    edges, in the store's own partitions, and the warning is of the rows of edges alone."""
+    hub = np.stack([RNG.integers(0, NODES, EDGES.shape[1] // 2), np.zeros(EDGES.shape[1] // 2, np.int64)])
+    edges = np.concatenate([EDGES, hub], axis=1)
+    tables = {"features": np.ones((NODES, 2), np.float32), "edge_features": np.ones((edges.shape[1], 1))}
+    options: dict[str, Any] = {"graph": {"features": edges}, "partitions": {"features": 64}}
+    featstore.pack(tmp_path / "s", tables, **options).close()
+    train = np.arange(0, NODES, 3)
+    with pytest.warns(FeatstoreWarning) as told:
+        featstore.split(tmp_path / "s", 4, tmp_path / "out", train=train)
+    assert [
+        ("'edge_features'" in str(one.message), "so much of its disk" in str(one.message)) for one in told
+    ] == [(True, True)]
+    found = owners(tmp_path / "out")
+    assert np.bincount(found["features"], minlength=4).max() <= 1.05 * NODES / 4
+    assert np.bincount(found["features"][train], minlength=4).max() <= 1.05 * len(train) / 4
+    assert np.array_equal(found["edge_features"], found["features"][edges[1]])
+    with featstore.open(tmp_path / "s") as store:  # whole partitions went to a host
+        table = store.table("features")
+        nodes, offsets = table.node_of_row(), table.partition_offsets
+        rows = found["features"] if nodes is None else found["features"][nodes]
+        assert all(len(set(rows[a:b].tolist())) <= 1 for a, b in pairwise(offsets))

@@ -52,8 +52,9 @@ def check_known_ahead(batches: Sampler | None) -> None:
 
 
 def tables_looked_at(store: WholeStore, sampled: bool, of_types: bool, graph: str | None) -> list[Table]:
-    """Tables whose rows are wanted by ids of nodes: of all types that the store samples and that have
-    features, of the graph that it samples from, or all, which lists of mini-batches may name."""
+    """Tables whose rows are wanted by ids of nodes: of all types that the store samples, around links too,
+    and that have features, of the graph that it samples from, or all, which lists of mini-batches may
+    name."""
     if of_types:
         return [store.table(name) for name in store.node_types if name not in store.featureless]
     return [store.table(graph_of(store, graph).table.name)] if sampled else list(store.tables.values())

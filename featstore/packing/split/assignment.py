@@ -6,8 +6,8 @@ of a small graph, whose edges weigh as many edges as there are between two of th
 weigh their rows; where training nodes are to be even too, rows and training nodes, each as a share of all.
 What METIS leaves uneven is mended: the partition goes to another host that costs the fewest cut edges for the
 evenness that it brings. Where the table has too few partitions for that, or too coarse ones, it is first cut
-into finer parts. Rows of edges stay beside the nodes that their edges lead to, which weigh them, too. Another
-table without a graph is dealt out in equal runs of ids.
+into finer parts. Rows of edges stay beside the nodes that their edges lead to, and are to be even as far as
+nothing else becomes uneven by that. Another table without a graph is dealt out in equal runs of ids.
 
 Types of nodes that edges of several types join are cut together, as one graph over the nodes of all:
 partition p of every type is one vertex, which weighs the share of each type in it, and each is to be even.
@@ -175,7 +175,7 @@ def assign(
         part, even = _cut(graph, label, vertices, hosts, tables, name, seed, memory_bytes)
         host_of_row = part.astype(host_dtype(hosts))[label]
         if even:
-            return Assignment(host_of_row)
+            break
     assert host_of_row is not None
     return Assignment(host_of_row, tuple(_uneven(host_of_row, tables, hosts)))
 
@@ -187,15 +187,20 @@ def _uneven(host_of_row: NDArray[Any], tables: Sequence[DealtRows], hosts: int) 
         shares = [(one.table, "rows", count_hosts(own, hosts))]
         if one.train is not None:
             shares.append((one.table, "training nodes", count_hosts(own[one.train], hosts)))
-        shares += [(name, "rows", _sums(own, degrees, hosts)) for name, degrees in one.edges.items()]
-        for table, what, counts in shares:
+        counted = [(*share, "that host will be the slowest; take fewer hosts where that matters")
+                   for share in shares]  # fmt: skip
+        counted += [
+            (name, "rows", _sums(own, degrees, hosts), "they stay beside the nodes that their edges lead to, "
+             "and need so much of its disk")
+            for name, degrees in one.edges.items()
+        ]  # fmt: skip
+        for table, what, counts, so in counted:
             top = int(counts.argmax())
             if counts[top] > most_of(int(counts.sum()), hosts):
                 yield (
                     f"table {table!r}: host {top} has {counts[top]:,} {what}, "
                     f"{counts[top] * hosts / counts.sum():.2f} times the mean of {hosts} hosts, and no cut "
-                    f"was found that is within {BALANCE:g}: that host will be the slowest; take fewer hosts "
-                    "where that matters"
+                    f"was found that is within {BALANCE:g}: {so}"
                 )
 
 
@@ -274,7 +279,8 @@ def _cut(
     graph: GraphLike, label: NDArray[np.int32], vertices: int, hosts: int, tables: Sequence[DealtRows],
     name: str, seed: int, memory_bytes: int,
 ) -> tuple[NDArray[np.int32], bool]:  # fmt: skip
-    """(host of each part int32 [vertices], whether rows and training nodes of each table are even)."""
+    """(host of each part int32 [vertices], whether rows and training nodes of each table are even, but for
+    rows of edges)."""
     pairs = max(1, min(vertices * (vertices - 1) // 2, max(_PAIRS_PER_PARTITION * vertices, 1 << 14)))
     needed = label.nbytes + max(
         contract_bytes(vertices, pairs, _BLOCK_EDGES),
@@ -286,29 +292,52 @@ def _cut(
         graph, graph.indptr, label, vertices, pairs_max=pairs, block_edges=_BLOCK_EDGES,
         threads=available_cores(),
     )  # fmt: skip
-    counts = list(_amounts(label, vertices, tables))
+    hard = list(_amounts(label, vertices, tables))
+    soft = [
+        _sums(label[first : first + one.rows], degrees, vertices)
+        for one, first in zip(tables, _first_rows(tables), strict=False) for degrees in one.edges.values()
+    ]  # fmt: skip
+    if soft:
+        part = _parts(coarse, hard + soft, vertices, hosts, seed)
+        if mend(coarse, hard + soft, part, hosts):
+            return part, True
+    part = _parts(coarse, hard, vertices, hosts, seed)
+    even = mend(coarse, hard, part, hosts)
+    if even and soft:  # as even as may be without making others uneven
+        mend(coarse, hard + soft, tried := part.copy(), hosts)
+        part = tried if _is_even(hard, tried, hosts) else part
+    return part, even
+
+
+def _parts(
+    coarse: CoarseGraph, amounts: list[NDArray[np.int64]], vertices: int, hosts: int, seed: int
+) -> NDArray[np.int32]:
+    """The host of each vertex, before what is uneven of the ``amounts`` is mended: int32 [vertices]."""
     vertex_weights = coarse.vertex_weights
-    if len(counts) > 1:
-        shares = [count * _SHARE // max(1, int(count.sum())) for count in counts]
+    if len(amounts) > 1:
+        shares = [amount * _SHARE // max(1, int(amount.sum())) for amount in amounts]
         vertex_weights = np.sum(shares, axis=0) + 1
     if vertices <= hosts:
-        part = np.arange(vertices, dtype=np.int32)
-    elif coarse.adjacency.size == 0:
+        return np.arange(vertices, dtype=np.int32)
+    if coarse.adjacency.size == 0:
         before = np.cumsum(vertex_weights) - vertex_weights
-        part = (before * hosts // int(vertex_weights.sum())).astype(np.int32)
-    else:
-        part = cut_adjacency(
-            coarse.xadj, coarse.adjacency, hosts, seed, vertex_weights=vertex_weights,
-            edge_weights=coarse.edge_weights,
-        )  # fmt: skip
-    return part, mend(coarse, counts, part, hosts)
+        return (before * hosts // int(vertex_weights.sum())).astype(np.int32)
+    return cut_adjacency(
+        coarse.xadj, coarse.adjacency, hosts, seed, vertex_weights=vertex_weights,
+        edge_weights=coarse.edge_weights,
+    )  # fmt: skip
+
+
+def _is_even(amounts: list[NDArray[np.int64]], part: NDArray[np.int32], hosts: int) -> bool:
+    return all(
+        np.bincount(part, amount, hosts).max() <= most_of(int(amount.sum()), hosts) for amount in amounts
+    )
 
 
 def _amounts(
     label: NDArray[np.int32], vertices: int, tables: Sequence[DealtRows]
 ) -> Iterator[NDArray[np.int64]]:
-    """What is to be even, int64 [vertices] each: the rows of each table, its training nodes, and the rows of
-    edges to it."""
+    """What is to be even, int64 [vertices] each: the rows of each table, and its training nodes."""
     for one, first in zip(tables, _first_rows(tables), strict=False):
         own, counts = label[first : first + one.rows], np.zeros(vertices, np.int64)
         for low in range(0, len(own), _BLOCK_ROWS):
@@ -316,5 +345,3 @@ def _amounts(
         yield counts
         if one.train is not None:
             yield np.bincount(own[one.train], minlength=vertices)
-        for degrees in one.edges.values():
-            yield _sums(own, degrees, vertices)

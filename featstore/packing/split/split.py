@@ -93,7 +93,8 @@ def split_store(
     Hosts have rows, and training nodes, within 5 % of the mean, and few edges lead from one to another: whole
     partitions of the store go to a host, or finer ones where it has few. Tables that edge types join are
     dealt out together, and each is even. Rows of edges (a table ``edge_features``, or one of an edge type) go
-    where the node is that the edge leads to, where the store keeps edges' numbers, and are even, too. Another
+    where the node is that the edge leads to, where the store keeps edges' numbers, and are even as far as
+    those are. Another
     table without a graph is dealt out in equal runs of ids. Compiled traces of the store are not taken along.
 
     Args:
@@ -113,9 +114,9 @@ def split_store(
             grows with all nodes on every host. Neighbours of other hosts' nodes are then asked of these, see
             :func:`featstore.open_split`. By default the topology has all graphs as they are.
         memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
-            40 bytes a node of the largest table, or of all that edge types join, features never whole. A
-            BudgetError names what the step that failed needs; a later one may need more, and ``resume`` goes
-            on with any memory.
+            40 bytes a node of the largest table, or of all that edge types join (8 more for each table of
+            edges that leads to it, and 8), features never whole. A BudgetError names what the step that
+            failed needs; a later one may need more, and ``resume`` goes on with any memory.
         resume: go on with an unfinished split in ``out``, of the same store and options; parts that are
             finished are left as they are.
         overwrite: replace the split in ``out``, one store after the other.
