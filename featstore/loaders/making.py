@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from featstore import arguments as args
@@ -120,6 +121,8 @@ class Making:
         if given.mode == "auto":
             self.taken = self._taken(batches)
             given.mode = self.taken.mode
+        if isinstance(given.get("halo"), int | str) and isinstance(self.share, RankedBatches):
+            self.shares = replace(self.shares, ahead=True)
         make = {
             "online": self._online, "compiled": self._compiled, "rolling": self._rolling,
             "partitions": self._partitions,
@@ -277,11 +280,10 @@ class Making:
     def _seed(self) -> int:
         return args.as_integer(self.given.get("seed", 0), "seed")
 
-    def _wanted(self, own: dict[str, Any], recorded: bool) -> Sampler | None:
-        """This rank's mini-batches, as whoever reads their rows takes them."""
+    def _wanted(self, own: dict[str, Any], recorded: bool, made: Sampler | None = None) -> Sampler | None:
+        """This rank's mini-batches, ``made`` if not by its share, as whoever reads their rows takes them."""
         own.pop("edge_table", None)
-        share = self.share
-        batches: Sampler | None = share.epoch if isinstance(share, GivenShare) else share
+        batches = self.share.epoch if isinstance(self.share, GivenShare) else made or self.share
         if batches is None:
             return None
         check = self.store.check_peers if isinstance(self.store, WholeStore) else None
@@ -294,17 +296,17 @@ class Making:
     # The modes.
 
     def _online(self, own: dict[str, Any]) -> Mode:
-        nodes = own.get("nodes")
-        batches = self._wanted(own, recorded=False)
-        assert batches is not None
         halo, looking = own.get("halo"), None
         if isinstance(halo, int | str):
             assert isinstance(self.store, WholeStore)
-            assert self.share is not None
-            of_types = self._of_types or self.share.of_links
-            tables = tables_looked_at(self.store, self._sampled, of_types, self.given.get("graph"))
-            looking = Lookahead(self.store, self.share, batches, parse_bytes(halo, "halo"), tables, nodes)
-            own["halo"], batches = looking.ahead, looking.epoch
+            tables = tables_looked_at(self.store, self.share, self._of_types, self.given.get("graph"))
+            kept = self.shares.ahead_bytes
+            looking = Lookahead(self.store, self.share, halo, tables, own.get("nodes"), kept)
+            own["halo"] = looking.ahead
+        batches = self._wanted(own, recorded=False, made=None if looking is None else looking.sampled)
+        if looking is not None:
+            looking.trained, batches = batches, looking.epoch
+        assert batches is not None
         loader = OnlineLoader(
             self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,
             **self.given.reading,

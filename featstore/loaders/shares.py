@@ -20,6 +20,10 @@ from featstore.storage.store import Table
 #: A sampler has one part in so many of the memory, where it needs no more.
 SAMPLER_SHARE = 3
 ROWS_BYTES_MIN = 6 << 20  # are left by a sampler that has more
+_AHEAD_SHARE, _AHEAD_FROM = (
+    8,
+    64 << 20,
+)  # of what rows have above that, mini-batches sampled ahead have one in
 _BATCHES, _SPARE_BYTES = 2.5, 2**20  # two mini-batches that are a quarter larger than the first; their ids
 
 
@@ -44,13 +48,15 @@ def rows_at_most(batch_size: int, fanouts: Sequence[int], nodes: int) -> int:
 class MemoryShares:
     """``memory_bytes`` of sampler and rows; a sampler takes ``graph_bytes`` if that is less than its share, 0
     where there is none, and needs ``least_bytes``. ``rows_wanted_bytes``: what the rows need, about, 0
-    while nobody knows. ``beside_bytes``: what else the loader's memory holds, arrays for instance."""
+    while nobody knows. ``beside_bytes``: what else the loader's memory holds, arrays for instance.
+    ``ahead``: mini-batches that are sampled ahead are kept, too."""
 
     memory_bytes: int
     graph_bytes: int = 0
     beside_bytes: int = 0
     least_bytes: int = 0
     rows_wanted_bytes: int = 0
+    ahead: bool = False
 
     @property
     def sampler_bytes(self) -> int:
@@ -62,7 +68,17 @@ class MemoryShares:
     @property
     def rows_bytes(self) -> int:
         """What is left for the rows."""
-        return max(1, self.memory_bytes - min(self.graph_bytes, self.sampler_bytes))
+        return max(1, self._left - self.ahead_bytes)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What mini-batches take that are kept from when they are sampled ahead."""
+        return max(0, self._left - _AHEAD_FROM) // _AHEAD_SHARE if self.ahead else 0
+
+    @property
+    def _left(self) -> int:
+        """What the sampler leaves."""
+        return self.memory_bytes - min(self.graph_bytes, self.sampler_bytes)
 
     @contextmanager
     def told_of_all(self) -> Iterator[None]:
@@ -79,7 +95,8 @@ class MemoryShares:
     def _of_all(self, error: BudgetError) -> int | None:
         """What is needed of ``memory_bytes``, given what one share needs; None where the error is of none."""
         if self.graph_bytes == 0:
-            return error.needed_bytes if error.given_bytes == self.memory_bytes else None
+            needed = self.memory_for_rows(error.needed_bytes)
+            return needed if error.given_bytes == self.rows_bytes else None
         if error.given_bytes == self.sampler_bytes:  # first: of a memory of one byte, both are that
             return self.memory_for_sampler(error.needed_bytes)
         if error.given_bytes == self.rows_bytes:
@@ -94,6 +111,8 @@ class MemoryShares:
 
     def memory_for_rows(self, needed_bytes: int) -> int:
         """The smallest memory that leaves so much for the rows."""
+        if self.ahead:
+            needed_bytes += -(-max(0, needed_bytes - _AHEAD_FROM) // (_AHEAD_SHARE - 1))
         share, of_third = self.least_bytes, -(-needed_bytes // (SAMPLER_SHARE - 1))
         if needed_bytes > self.rows_wanted_bytes:
             share = max(share, of_third)

@@ -274,7 +274,8 @@ def test_a_list_of_mini_batches_is_looked_ahead_at(store: featstore.Store) -> No
     )
     twice = [np.concatenate([step, step[:5]]) for step in steps]
     share = GivenShare(twice)
-    looking = Lookahead(split, share, share.epoch, 4 << 20, [store.table("a")], None)
+    looking = Lookahead(split, share, 4 << 20, [store.table("a")], None)
+    looking.trained = looking.sampled
     others = [{node for node in step.tolist() if node % 2} for step in steps] * 2
     known = 0
     for epoch in range(2):

@@ -1,15 +1,15 @@
 """Mini-batches of a host are sampled ahead, beside those that train, for which rows of other hosts they want
-(:mod:`featstore.hosts.ahead`); nothing of them is kept but these ids. A list of mini-batches is looked at in
-the same way.
+(:mod:`featstore.hosts.ahead`). A list of mini-batches is looked at in the same way.
 
-One mini-batch ahead is sampled for each that is sampled to train, so it costs the sampler's time twice. The
-steps go on from epoch to epoch. An epoch that does not follow on the one before begins anew.
+Mini-batches of the store's own are kept until their turn as far as there is memory for them; those for which
+there is none are sampled again then. The steps go on from epoch to epoch. An epoch that does not follow on
+the one before begins anew.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +22,18 @@ from featstore.hosts.massivegnn import halo_ids_of
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.prefetch import Sampler, epoch_of, parts_of
 from featstore.sampling.batches import RankedBatches, SampledBatches
+from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.minibatch import split, table_of
 from featstore.storage.relations import graph_of
 from featstore.storage.store import Table
+from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.hosts.split_store import WholeStore
+
+
+_OBJECT_BYTES = 4096  # of a mini-batch, beside its arrays
 
 
 def check_known_ahead(batches: Sampler | None) -> None:
@@ -51,30 +56,40 @@ def check_known_ahead(batches: Sampler | None) -> None:
         )
 
 
-def tables_looked_at(store: WholeStore, sampled: bool, of_types: bool, graph: str | None) -> list[Table]:
+def tables_looked_at(
+    store: WholeStore, share: RankedBatches | GivenShare | None, of_types: bool, graph: str | None
+) -> list[Table]:
     """Tables whose rows are wanted by ids of nodes: of all types that the store samples, around links too,
     and that have features, of the graph that it samples from, or all, which lists of mini-batches may
     name."""
-    if of_types:
+    if of_types or (isinstance(share, GivenShare) and share.of_links):
         return [store.table(name) for name in store.node_types if name not in store.featureless]
+    sampled = isinstance(share, RankedBatches)
     return [store.table(graph_of(store, graph).table.name)] if sampled else list(store.tables.values())
 
 
 class Lookahead:
-    """Tells ``ahead``, of ``memory_bytes``, what comes. ``share``: this rank's mini-batches, of which
-    ``trained`` are made, with the rows of edges as well, or nothing more. ``tables``: those of the nodes that
-    are sampled, or of lists. ``nodes``: finds the node ids of mini-batches that were given."""
+    """Tells ``ahead``, of so much ``memory``, what comes. ``share``: this rank's mini-batches. ``tables``:
+    those of the nodes that are sampled, or of lists. ``nodes``: finds the node ids of mini-batches that were
+    given. ``kept_bytes``: memory for mini-batches that were sampled ahead; :meth:`sampled` gives them.
+
+    ``trained``: what is made of these, with the rows of edges as well, or nothing more: it is set before
+    :meth:`epoch` is gone through."""
 
     def __init__(
-        self, store: WholeStore, share: RankedBatches | GivenShare, trained: Sampler, memory_bytes: int,
-        tables: Sequence[Table], nodes: Callable[[Any], Any] | None,
+        self, store: WholeStore, share: RankedBatches | GivenShare | None, memory: int | str,
+        tables: Sequence[Table], nodes: Callable[[Any], Any] | None, kept_bytes: int = 0,
     ) -> None:  # fmt: skip
+        assert share is not None
         weights = [_remote_bytes(store, table) for table in tables] if len(tables) > 1 else None
-        self.ahead = Ahead(tables, memory_bytes, weights)
-        self._store, self._share, self._trained, self._nodes = store, share, trained, nodes
+        self.ahead = Ahead(tables, parse_bytes(memory, "halo"), weights)
+        self._store, self._share, self._nodes = store, share, nodes
+        self.trained: Sampler | None = None
         self._next_epoch = -1  # the one that would follow
         self._begins: dict[int, int] = {}  # the first step of an epoch
         self._steps: Iterator[dict[str, NDArray[np.int64]]] = iter(())
+        self._kept: dict[int, tuple[Any, int]] = {}  # mini-batches by step, and their bytes
+        self._room = kept_bytes
 
     def epoch(self, number: int) -> Iterator[Any]:
         """The mini-batches to train on, each after those ahead of it have been looked at."""
@@ -82,15 +97,54 @@ class Lookahead:
         if number != self._next_epoch:
             uses.restart()
             self._begins, self._steps = {}, self._wanted(number)
+            for step in list(self._kept):
+                self._taken(step)
         self._next_epoch = -1
-        step = self._begins.get(number, 0)
-        for batch in epoch_of(self._trained, number):
+        assert self.trained is not None
+        step, batches = self._begins.get(number, 0), iter(epoch_of(self.trained, number))
+        while True:
             while uses.added < step + uses.wanted_ahead:
                 self.ahead.add(next(self._steps))
+            batch = next(batches, None)
+            if batch is None:
+                break
             yield batch
             step += 1
         self._next_epoch = number + 1
         self._begins.pop(number - 1, None)
+
+    def sampled(self, number: int) -> Iterable[Any]:
+        """This rank's mini-batches of an epoch, those sampled ahead that were kept, and others anew."""
+        share = self._share
+        if isinstance(share, GivenShare):
+            return share.epoch(number)
+        share.set_epoch(number)
+        if self._keeps:
+            return self._one_by_one(share, number)
+        return share
+
+    def _one_by_one(self, share: RankedBatches, number: int) -> Iterator[Any]:
+        for index in range(len(share)):
+            made = self._taken(self._begins.get(number, 0) + index)
+            yield share[index] if made is None else made
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether mini-batches are kept: those from disk are sampled several at a time, in order."""
+        drawn_by = self._share.drawn_by if isinstance(self._share, RankedBatches) else None
+        from_disk = isinstance(drawn_by, DiskSampler) and drawn_by.reads
+        return drawn_by is not None and not from_disk and (self._room > 0 or bool(self._kept))
+
+    def _keep(self, step: int, sample: Any) -> None:
+        byte_count = _bytes_of(vars(sample)) + _OBJECT_BYTES
+        if byte_count <= self._room:
+            self._kept[step] = sample, byte_count
+            self._room -= byte_count
+
+    def _taken(self, step: int) -> Any:
+        sample, byte_count = self._kept.pop(step, (None, 0))
+        self._room += byte_count
+        return sample
 
     def _wanted(self, epoch: int) -> Iterator[dict[str, NDArray[np.int64]]]:
         """Nodes of other hosts that each mini-batch wants, from this epoch on."""
@@ -114,8 +168,11 @@ class Lookahead:
                 yield {table_of(self._store, name, "a mini-batch has"): np.unique(ids) for name, ids in found}
             return
         share.set_epoch(epoch)
+        keeps = self._keeps
         for index in range(len(share)):
             sample: Any = share[index]
+            if keeps:
+                self._keep(self.ahead.uses.added, sample)
             by_table = sample.node if isinstance(sample.node, dict) else {self.ahead.tables[0]: sample.node}
             if sample.batch is not None:  # a subgraph for each seed, in which nodes stand again
                 by_table = {name: np.unique(ids) for name, ids in by_table.items()}
@@ -125,6 +182,15 @@ class Lookahead:
         """The rows that are asked for from now on are of this mini-batch."""
         if epoch in self._begins:
             self.ahead.begin(self._begins[epoch] + index)
+
+
+def _bytes_of(value: Any) -> int:
+    """What arrays take, in mappings and lists, too."""
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes_of, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 def _remote_bytes(store: WholeStore, table: Table) -> int:

@@ -1,0 +1,129 @@
+"""Mini-batches that are sampled ahead, to know which rows of other hosts they want, are kept until their turn
+as far as there is memory for them: they are the same, and each is sampled once.
+
+Hosts are threads, as in ``test_split_topology.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_split_topology import each, graph_of, hosts, split
+
+from featstore.errors import BudgetError
+from featstore.loaders import shares as shares_module
+from featstore.loaders.shares import MemoryShares
+from featstore.sampling.batches import SampledBatches
+
+NODES, HOSTS = 160, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
+    made = tmp_path_factory.mktemp("sampled-ahead")
+    features = np.arange(3 * NODES, dtype=np.float32).reshape(NODES, 3)
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 900))
+    with pack(
+        made / "s", features, graph=graph_of(NODES, 5, 3), order="ldg", partitions=8, edge_ids=True
+    ) as store:
+        for name, topology in (("whole", False), ("split", True)):
+            split(store, HOSTS, made / name, split_topology=topology)
+    types = {"a": features, "b": features[:, :2].copy()}
+    graph = {("a", "r", "b"): edges, ("b", "s", "a"): edges}
+    with pack(made / "t", types, graph=graph, order="given") as store:
+        split(store, HOSTS, made / "types", split_topology=False)
+    return made
+
+
+def run(place: Path, plan: Any, monkeypatch: pytest.MonkeyPatch, ahead_from: int, **said: Any) -> Any:
+    """(what mini-batches had, by host and epoch; how many were sampled by each host)."""
+    counts = dict[int, int]()
+    plainly = SampledBatches.__getitem__
+
+    def counted(self: Any, index: Any) -> Any:
+        if index < len(self):
+            counts[id(self.drawn_by)] = counts.get(id(self.drawn_by), 0) + 1
+        return plainly(self, index)
+
+    def train(store: Any) -> list[list[Any]]:
+        options: dict[str, Any] = {"rank": store.place.host, "world_size": HOSTS, "seed": 3, **said}
+        seeds = options.pop("seeds", np.arange(NODES))
+        with store.loader(seeds=seeds, fanouts=(3, 2), batch_size=8, memory="32MiB", **options) as loader:
+            found = []
+            for epoch, most in plan:
+                loader.set_epoch(epoch)
+                found.append([])
+                for batch in loader:
+                    found[-1].append(
+                        [as_arrays(getattr(batch, name)) for name in ("n_id", "edge_index", "x")]
+                    )
+                    if len(found[-1]) == most:
+                        break
+            return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampledBatches, "__getitem__", counted)
+        patch.setattr(shares_module, "_AHEAD_FROM", ahead_from)
+        with hosts(place, HOSTS, memory="24MiB") as (stores, _):
+            made = each(stores, train)
+    for one in made:
+        assert not isinstance(one, Exception), one
+    return made, sorted(counts.values())
+
+
+def as_arrays(value: Any) -> Any:
+    return {k: np.array(v) for k, v in value.items()} if isinstance(value, dict) else np.array(value)
+
+
+PLANS = [[(0, 99), (1, 99), (2, 99)], [(0, 3), (1, 99), (0, 99), (0, 5), (4, 99)]]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["all", "some"])
+@pytest.mark.parametrize("kind", ["whole", "split", "types", "disjoint"])
+def test_they_are_the_same_and_sampled_once(
+    folder: Path, kind: str, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one epoch to the next, after an epoch that was left, and one that comes again."""
+    said: dict[str, Any] = {"halo": "256KiB"}
+    said |= {"seeds": ("b", np.arange(NODES))} if kind == "types" else {}
+    said |= {"disjoint": True} if kind == "disjoint" else {}
+    place = folder / ("whole" if kind == "disjoint" else kind)
+    kept, few = run(place, plan, monkeypatch, 1 << 20, **said)
+    again, many = run(place, plan, monkeypatch, 1 << 40, **said)
+    del said["halo"]
+    plain, _ = run(place, plan, monkeypatch, 1 << 40, **said)
+    for one, two, three in zip(kept, again, plain, strict=True):
+        np.testing.assert_equal(one, two)
+        np.testing.assert_equal(one, three)
+    if plan is PLANS[0]:  # those that trained were sampled before, and no second time
+        trained = sum(len(epoch) for host in kept for epoch in host)
+        assert sum(many) - sum(few) == trained, (few, many)
+
+
+def test_what_has_no_room_is_sampled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory for some of those that are ahead, as many are kept."""
+    said = {"halo": "256KiB"}
+    some, counts = run(folder / "whole", PLANS[0], monkeypatch, (32 << 20) - (15 << 20), **said)
+    plain, _ = run(folder / "whole", PLANS[0], monkeypatch, 1 << 40)
+    np.testing.assert_equal(some, plain)
+    monkeypatch.setattr("featstore.loaders.online.lookahead._OBJECT_BYTES", 1 << 16)
+    few, more = run(folder / "whole", PLANS[0], monkeypatch, (32 << 20) - (15 << 20), **said)
+    np.testing.assert_equal(few, plain)
+    assert sum(counts) < sum(more)
+
+
+@given(memory=st.integers(1, 1 << 34), needed=st.integers(1, 1 << 35))
+def test_what_rows_need_is_said_of_all_of_the_memory(memory: int, needed: int) -> None:
+    """What an error names is the least that leaves so much for the rows, beside mini-batches that are kept."""
+    shares = MemoryShares(memory, ahead=True)
+    assert shares.ahead_bytes == max(0, memory - (64 << 20)) // 8
+    if needed <= shares.rows_bytes:
+        return
+    with pytest.raises(BudgetError) as told, shares.told_of_all():
+        raise BudgetError(needed, shares.rows_bytes, "test")
+    assert MemoryShares(told.value.needed_bytes, ahead=True).rows_bytes >= needed
+    assert MemoryShares(told.value.needed_bytes - 2, ahead=True).rows_bytes < needed
