@@ -118,7 +118,7 @@ def test_what_has_no_room_is_sampled_again(folder: Path, monkeypatch: pytest.Mon
 
 @given(memory=st.integers(1, 1 << 34), needed=st.integers(1, 1 << 35))
 def test_what_rows_need_is_said_of_all_of_the_memory(memory: int, needed: int) -> None:
-    """What an error names is the least that leaves so much for the rows, beside mini-batches that are kept."""
+    """What an error names is the least that leaves so much for the rows, beside what is kept ahead."""
     shares = MemoryShares(memory, ahead=True)
     assert shares.ahead_bytes == max(0, memory - (64 << 20)) // 8
     if needed <= shares.rows_bytes:
