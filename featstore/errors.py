@@ -248,6 +248,10 @@ class DiskFullError(FeatstoreError, OSError):
         return type(self), (self.path, self.needed_bytes, self.available_bytes, self.errno)
 
 
+#: Ends what is said of a budget that is that of an open store, whoever's mini-batches met it.
+OF_STORE = "(memory= of open_split)"
+
+
 class BudgetError(FeatstoreError, ValueError):
     """A memory budget is too small. Attributes: ``needed_bytes`` (the smallest that works), ``given_bytes``,
     ``what``."""

@@ -9,7 +9,7 @@ question after the other. Then only those neighbours are read, and numbers of ed
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from featstore.base.dtypes import node_dtype
 from featstore.engine.request import Request, answered, chained
-from featstore.errors import ArgumentError, BudgetError, FormatError
+from featstore.errors import OF_STORE, ArgumentError, BudgetError, FormatError
 from featstore.hosts.asks import AnswerPlace
 from featstore.hosts.exchange import IDS_MAX
 from featstore.hosts.own_draws import begins_of, close_drawn, longest_of, pick_own
@@ -98,7 +98,7 @@ class OwnLists:
         if self.too_long is not None and draw & (Draw.WEIGHTS | Draw.TIMES):
             what = (
                 f"look at the longest list of a node of graph {self.name!r} on a host, by whose weights or "
-                "times neighbours are drawn (memory= of open_split)"
+                f"times neighbours are drawn {OF_STORE}"
             )
             raise BudgetError(*self.too_long, what)
 
@@ -259,12 +259,13 @@ class ListsOfHost:
             needed = held + least + max(one.drawing_bytes for one in graphs)
             if needed > memory_bytes:
                 raise BudgetError(needed, memory_bytes, "pick among the longest list of a node")
-            whole = needed + max(one.whole_bytes for one in graphs)
-            if whole <= memory_bytes:
-                needed = whole
-            else:  # who draws otherwise needs less
-                self.say_too_long(whole, memory_bytes)
-            own = own_bytes(memory_bytes - needed + least, needs)
+            fitting = [one.whole_bytes for one in graphs if needed + one.whole_bytes <= memory_bytes]
+            for one in graphs:  # who draws otherwise needs less
+                if needed + one.whole_bytes > memory_bytes:
+                    one.too_long = needed + one.whole_bytes, memory_bytes
+            needed += max(fitting, default=0)
+            own = own_bytes(memory_bytes - needed + own_bytes(1, []), needs)
+            own = own if own <= memory_bytes - needed + least else least
             self._reader.close()
             self._reader = reader(own)
             room = memory_bytes - needed + least - own
@@ -278,15 +279,12 @@ class ListsOfHost:
             self._reader.close()
             raise
 
-    def say_too_long(self, needed_bytes: int, given_bytes: int) -> None:
-        """Whoever draws by weights or times is told that this takes so much memory."""
+    def say_too_long(self, needed: Callable[[int], int], given_bytes: int) -> None:
+        """Tell whoever draws by weights or times of a list that there is too little memory for how much it
+        takes of all, given that of these lists."""
         for one in self.graphs.values():
-            one.too_long = (needed_bytes, given_bytes) if one.whole_bytes else None
-
-    @property
-    def whole_lists_bytes(self) -> int:
-        """The memory that draws by weights or times would take, where there is too little for these."""
-        return max((one.too_long[0] for one in self.graphs.values() if one.too_long is not None), default=0)
+            if one.too_long is not None:
+                one.too_long = needed(one.too_long[0]), given_bytes
 
     @staticmethod
     def least_bytes(part: OpenStore, **options: Any) -> int:

@@ -176,7 +176,7 @@ class WholeStore(OpenStore):
             if self._copies_of(t.name) is not None
         }
         left, most = memory_bytes - needed, Exchange.held_bytes(place.hosts, 8 << 20, IDS_MAX, len(names))
-        lists_bytes = self._open_lists(lists_least, memory_bytes + most - lines_bytes, left, options)
+        lists_bytes = self._open_lists(lists_least, memory_bytes, left - most + lines_bytes, left, options)
         rows_bytes = memory_bytes - held - lines_bytes - lists_bytes
         self._memory = {"owners": held, "lines": lines_bytes, "lists": lists_bytes, "reader": rows_bytes}
         if not place.leads or place.hosts == 1:
@@ -208,19 +208,21 @@ class WholeStore(OpenStore):
             return 0
         return ListsOfHost.least_bytes(self.part, verify=options.get("verify", True))
 
-    def _open_lists(self, least: int, given: int, left: int, options: Mapping[str, Any]) -> int:
+    def _open_lists(self, least: int, given: int, sure: int, left: int, options: Mapping[str, Any]) -> int:
         """Open this host's lists, within half of what is ``left`` beside the ``least``; what they have.
-        ``given``: the memory, and what more of it lines may take."""
+        ``given``: the memory, of which ``sure`` is left where lines take all that they may."""
         if not least:
             return 0
         reading = {name: value for name, value in options.items() if name in READING}
+
+        def of_all(needed: int) -> int:
+            return given - sure + 2 * (needed - least)
+
         try:
             self._lists = ListsOfHost(self.part, self.owners, least + left // 2, **reading)
         except BudgetError as error:
-            needed = given - left + 2 * (error.needed_bytes - least)
-            raise BudgetError(needed, given, error.what) from None
-        if whole := self._lists.whole_lists_bytes:
-            self._lists.say_too_long(given - left + 2 * (whole - least), given)
+            raise BudgetError(of_all(error.needed_bytes), given, error.what) from None
+        self._lists.say_too_long(of_all, given)
         return self._lists.memory_bytes
 
     def _body_bytes(self, names: Sequence[str], share: int, memory_bytes: int) -> int:

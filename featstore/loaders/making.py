@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from featstore import arguments as args
@@ -29,7 +28,7 @@ from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.samplers import rows_first, sampler_within, typed_sampler_within
+from featstore.loaders.samplers import kept_ahead, rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.typed import TypedWhole
 from featstore.loaders.whole import Whole
@@ -121,8 +120,8 @@ class Making:
         if given.mode == "auto":
             self.taken = self._taken(batches)
             given.mode = self.taken.mode
-        if isinstance(given.get("halo"), int | str) and isinstance(self.share, RankedBatches):
-            self.shares = replace(self.shares, ahead=True)
+        if isinstance(given.get("halo"), int | str):
+            self.shares = kept_ahead(self.store, self.share, self.shares)
         make = {
             "online": self._online, "compiled": self._compiled, "rolling": self._rolling,
             "partitions": self._partitions,

@@ -10,7 +10,7 @@ from featstore.errors import BudgetError, SourceError
 from featstore.hosts.sampler import HostsSampler, OverHosts
 from featstore.hosts.split_store import WholeStore
 from featstore.hosts.typed_sampler import TypedHostsSampler
-from featstore.loaders.shares import SAMPLER_SHARE, MemoryShares, rows_at_most, wanted_bytes
+from featstore.loaders.shares import AHEAD_FROM, SAMPLER_SHARE, MemoryShares, rows_at_most, wanted_bytes
 from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.batches import (
     GraphSampler,
@@ -99,6 +99,21 @@ def rows_first(made: Drawn, tables: Mapping[str, Table], shares: MemoryShares) -
     if shares.sampler_bytes > share or shares.sampler_bytes < min(share, shares.graph_bytes):
         _reopened(made, sampler, shares)
     return shares
+
+
+def kept_ahead(store: OpenStore, share: Any, shares: MemoryShares) -> MemoryShares:
+    """The shares with what mini-batches may take that are kept from when they are sampled ahead: of what two
+    of them, however large, leave. Those from disk are read several at a time and in order, and not kept."""
+    drawn_by = share.drawn_by if isinstance(share, RankedBatches) else None
+    if drawn_by is None or (isinstance(drawn_by, DiskSampler) and drawn_by.reads):
+        return shares
+    rows = max(AHEAD_FROM, shares.rows_wanted_bytes)
+    graph = getattr(drawn_by, "graph", None)
+    table = graph.table if graph is not None else next(iter(store.tables.values()))
+    if not store.edge_types:
+        most = rows_at_most(share.batch_size, drawn_by.fanouts, table.rows)
+        rows = max(rows, wanted_bytes(shares.memory_bytes, {table.name: most}, {table.name: table}))
+    return replace(shares, ahead_from_bytes=rows)
 
 
 def _first_seeds(made: RankedBatches | LinkBatches, sampler: OverHosts) -> dict[str, int]:

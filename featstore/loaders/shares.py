@@ -13,17 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from featstore.compile.build import deciding_bytes
-from featstore.errors import BudgetError
+from featstore.errors import OF_STORE, BudgetError
 from featstore.plan.budget import reader_bytes
 from featstore.storage.store import Table
 
 #: A sampler has one part in so many of the memory, where it needs no more.
 SAMPLER_SHARE = 3
 ROWS_BYTES_MIN = 6 << 20  # are left by a sampler that has more
-_AHEAD_SHARE, _AHEAD_FROM = (
-    8,
-    64 << 20,
-)  # of what rows have above that, mini-batches sampled ahead have one in
+_AHEAD_SHARE = 8  # of what rows do not need mini-batches that are sampled ahead have one part in so many
+AHEAD_FROM = 64 << 20  # rows have so much before
 _BATCHES, _SPARE_BYTES = 2.5, 2**20  # two mini-batches that are a quarter larger than the first; their ids
 
 
@@ -49,14 +47,15 @@ class MemoryShares:
     """``memory_bytes`` of sampler and rows; a sampler takes ``graph_bytes`` if that is less than its share, 0
     where there is none, and needs ``least_bytes``. ``rows_wanted_bytes``: what the rows need, about, 0
     while nobody knows. ``beside_bytes``: what else the loader's memory holds, arrays for instance.
-    ``ahead``: mini-batches that are sampled ahead are kept, too."""
+    ``ahead_from_bytes``: mini-batches that are sampled ahead are kept, too, where the rows have more than
+    that; 0 where none are."""
 
     memory_bytes: int
     graph_bytes: int = 0
     beside_bytes: int = 0
     least_bytes: int = 0
     rows_wanted_bytes: int = 0
-    ahead: bool = False
+    ahead_from_bytes: int = 0
 
     @property
     def sampler_bytes(self) -> int:
@@ -73,7 +72,8 @@ class MemoryShares:
     @property
     def ahead_bytes(self) -> int:
         """What mini-batches take that are kept from when they are sampled ahead."""
-        return max(0, self._left - _AHEAD_FROM) // _AHEAD_SHARE if self.ahead else 0
+        rows = self.ahead_from_bytes
+        return max(0, self._left - rows) // _AHEAD_SHARE if rows else 0
 
     @property
     def _left(self) -> int:
@@ -86,7 +86,7 @@ class MemoryShares:
         try:
             yield
         except BudgetError as error:
-            needed = self._of_all(error)
+            needed = None if error.what.endswith(OF_STORE) else self._of_all(error)
             if needed is None:
                 raise
             beside = self.beside_bytes
@@ -111,8 +111,8 @@ class MemoryShares:
 
     def memory_for_rows(self, needed_bytes: int) -> int:
         """The smallest memory that leaves so much for the rows."""
-        if self.ahead:
-            needed_bytes += -(-max(0, needed_bytes - _AHEAD_FROM) // (_AHEAD_SHARE - 1))
+        if self.ahead_from_bytes:
+            needed_bytes += -(-max(0, needed_bytes - self.ahead_from_bytes) // (_AHEAD_SHARE - 1))
         share, of_third = self.least_bytes, -(-needed_bytes // (SAMPLER_SHARE - 1))
         if needed_bytes > self.rows_wanted_bytes:
             share = max(share, of_third)

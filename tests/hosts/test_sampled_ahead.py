@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_split_topology import each, graph_of, hosts, split
 
-from featstore.errors import BudgetError
-from featstore.loaders import shares as shares_module
+from featstore.errors import OF_STORE, BudgetError
+from featstore.loaders import samplers as samplers_module
 from featstore.loaders.shares import MemoryShares
 from featstore.sampling.batches import SampledBatches
 
@@ -67,7 +67,7 @@ def run(place: Path, plan: Any, monkeypatch: pytest.MonkeyPatch, ahead_from: int
 
     with monkeypatch.context() as patch:
         patch.setattr(SampledBatches, "__getitem__", counted)
-        patch.setattr(shares_module, "_AHEAD_FROM", ahead_from)
+        patch.setattr(samplers_module, "AHEAD_FROM", ahead_from)
         with hosts(place, HOSTS, memory="24MiB") as (stores, _):
             made = each(stores, train)
     for one in made:
@@ -99,9 +99,9 @@ def test_they_are_the_same_and_sampled_once(
     for one, two, three in zip(kept, again, plain, strict=True):
         np.testing.assert_equal(one, two)
         np.testing.assert_equal(one, three)
-    if plan is PLANS[0]:  # those that trained were sampled before, and no second time
+    if plan is PLANS[0]:  # all but the first, before which nothing was looked at, were sampled once
         trained = sum(len(epoch) for host in kept for epoch in host)
-        assert sum(many) - sum(few) == trained, (few, many)
+        assert sum(many) - sum(few) == trained - HOSTS, (few, many)
 
 
 def test_what_has_no_room_is_sampled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +116,41 @@ def test_what_has_no_room_is_sampled_again(folder: Path, monkeypatch: pytest.Mon
     assert sum(counts) < sum(more)
 
 
-@given(memory=st.integers(1, 1 << 34), needed=st.integers(1, 1 << 35))
-def test_what_rows_need_is_said_of_all_of_the_memory(memory: int, needed: int) -> None:
-    """What an error names is the least that leaves so much for the rows, beside what is kept ahead."""
-    shares = MemoryShares(memory, ahead=True)
-    assert shares.ahead_bytes == max(0, memory - (64 << 20)) // 8
+@pytest.mark.parametrize("batches", [[], [np.arange(5)]], ids=["none", "too few"])
+def test_an_epoch_without_mini_batches_ends(folder: Path, batches: list[Any]) -> None:
+    """An empty list, and one that ``drop_last`` leaves nothing of: there is nothing to look ahead at."""
+
+    def train(store: Any) -> list[int]:
+        options: dict[str, Any] = {"rank": store.place.host, "world_size": HOSTS, "drop_last": True}
+        with store.loader(batches, memory="16MiB", halo="256KiB", **options) as loader:
+            return [len(list(loader)) for _ in range(3)]
+
+    with hosts(folder / "whole", HOSTS, memory="24MiB") as (stores, _):
+        assert each(stores, train) == [[0, 0, 0]] * HOSTS
+
+
+@given(
+    memory=st.integers(1 << 20, 1 << 34), needed=st.integers(1, 1 << 35),
+    beyond=st.integers(1 << 20, 1 << 33),
+)  # fmt: skip
+def test_what_rows_need_is_said_of_all_of_the_memory(memory: int, needed: int, beyond: int) -> None:
+    """What an error names is the least that leaves so much for the rows, beside what is kept ahead; that has
+    nothing of what rows need."""
+    shares = MemoryShares(memory, ahead_from_bytes=beyond)
+    assert shares.ahead_bytes == max(0, memory - beyond) // 8
+    assert shares.rows_bytes >= min(memory, beyond)
     if needed <= shares.rows_bytes:
         return
     with pytest.raises(BudgetError) as told, shares.told_of_all():
         raise BudgetError(needed, shares.rows_bytes, "test")
-    assert MemoryShares(told.value.needed_bytes, ahead=True).rows_bytes >= needed
-    assert MemoryShares(told.value.needed_bytes - 2, ahead=True).rows_bytes < needed
+    least = told.value.needed_bytes
+    assert MemoryShares(least, ahead_from_bytes=beyond).rows_bytes >= needed
+    assert MemoryShares(least - 2, ahead_from_bytes=beyond).rows_bytes < needed
+
+
+def test_the_budget_of_a_store_is_not_taken_for_that_of_a_loader() -> None:
+    shares = MemoryShares(1 << 30, graph_bytes=1 << 30)
+    for given_bytes in (shares.sampler_bytes, shares.rows_bytes, 5):
+        with pytest.raises(BudgetError) as told, shares.told_of_all():
+            raise BudgetError(1 << 32, given_bytes, f"look at a list {OF_STORE}")
+        assert (told.value.needed_bytes, told.value.given_bytes) == (1 << 32, given_bytes)

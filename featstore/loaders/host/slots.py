@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError, DeviceError
+from featstore.errors import OF_STORE, BudgetError, DeviceError
 from featstore.units import PAGE_BYTES
 
 _ALIGNMENT = 64
@@ -83,7 +83,9 @@ class Slots:
         self._spare.append(slot)
 
     def whole(self, error: BudgetError) -> BudgetError:
-        """The error of who had what is left, as one of all the memory."""
+        """The error of who had what is left, as one of all the memory; that of a store's memory as it is."""
+        if error.what.endswith(OF_STORE):
+            return error
         return BudgetError(-(-error.needed_bytes * _SHARE // (_SHARE - 1)), self._memory_bytes, error.what)
 
     def write(self, slot: int, made: Any) -> list[int]:

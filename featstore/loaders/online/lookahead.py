@@ -89,25 +89,23 @@ class Lookahead:
         self._begins: dict[int, int] = {}  # the first step of an epoch
         self._steps: Iterator[dict[str, NDArray[np.int64]]] = iter(())
         self._kept: dict[int, tuple[Any, int]] = {}  # mini-batches by step, and their bytes
-        self._room = kept_bytes
+        self._room, self._step = kept_bytes, 0  # the step that was made last
 
     def epoch(self, number: int) -> Iterator[Any]:
         """The mini-batches to train on, each after those ahead of it have been looked at."""
         uses = self.ahead.uses
         if number != self._next_epoch:
             uses.restart()
-            self._begins, self._steps = {}, self._wanted(number)
+            self._begins, self._steps, self._step = {}, self._wanted(number), 0
             for step in list(self._kept):
                 self._taken(step)
         self._next_epoch = -1
         assert self.trained is not None
-        step, batches = self._begins.get(number, 0), iter(epoch_of(self.trained, number))
-        while True:
-            while uses.added < step + uses.wanted_ahead:
-                self.ahead.add(next(self._steps))
-            batch = next(batches, None)
-            if batch is None:
-                break
+        step = self._begins.get(number, 0)
+        for batch in epoch_of(self.trained, number):
+            self._step = step
+            while uses.added < step + uses.wanted_ahead and (wanted := next(self._steps, None)) is not None:
+                self.ahead.add(wanted)
             yield batch
             step += 1
         self._next_epoch = number + 1
@@ -119,9 +117,7 @@ class Lookahead:
         if isinstance(share, GivenShare):
             return share.epoch(number)
         share.set_epoch(number)
-        if self._keeps:
-            return self._one_by_one(share, number)
-        return share
+        return self._one_by_one(share, number) if self._keeps or self._kept else share
 
     def _one_by_one(self, share: RankedBatches, number: int) -> Iterator[Any]:
         for index in range(len(share)):
@@ -133,11 +129,11 @@ class Lookahead:
         """Whether mini-batches are kept: those from disk are sampled several at a time, in order."""
         drawn_by = self._share.drawn_by if isinstance(self._share, RankedBatches) else None
         from_disk = isinstance(drawn_by, DiskSampler) and drawn_by.reads
-        return drawn_by is not None and not from_disk and (self._room > 0 or bool(self._kept))
+        return drawn_by is not None and not from_disk and self._room > 0
 
     def _keep(self, step: int, sample: Any) -> None:
         byte_count = _bytes_of(vars(sample)) + _OBJECT_BYTES
-        if byte_count <= self._room:
+        if byte_count <= self._room and step > self._step:
             self._kept[step] = sample, byte_count
             self._room -= byte_count
 
@@ -153,9 +149,12 @@ class Lookahead:
         none = np.empty(0, np.int64)
         while True:
             self._begins[epoch] = self.ahead.uses.added
+            before = self.ahead.uses.added
             for nodes in self._nodes_of(share, epoch):
                 wanted = {name: nodes.get(name, none) for name in self.ahead.tables}
                 yield {n: ids[self._store.owners[n].own_and_others(ids)[1]] for n, ids in wanted.items()}
+            if self.ahead.uses.added == before:
+                return  # there are none, nor will be
             epoch += 1
 
     def _nodes_of(
@@ -168,10 +167,9 @@ class Lookahead:
                 yield {table_of(self._store, name, "a mini-batch has"): np.unique(ids) for name, ids in found}
             return
         share.set_epoch(epoch)
-        keeps = self._keeps
         for index in range(len(share)):
             sample: Any = share[index]
-            if keeps:
+            if self._keeps:
                 self._keep(self.ahead.uses.added, sample)
             by_table = sample.node if isinstance(sample.node, dict) else {self.ahead.tables[0]: sample.node}
             if sample.batch is not None:  # a subgraph for each seed, in which nodes stand again

@@ -94,7 +94,7 @@ def count_hosts(host_of_row: NDArray[Any], hosts: int) -> NDArray[np.int64]:
 def best_move(
     xadj: NDArray[np.int64], adjacency: NDArray[np.int64], edge_weights: NDArray[np.int64],
     weights: NDArray[np.float64], part: NDArray[np.int32], loads: NDArray[np.float64],
-    most: NDArray[np.float64], crowded: int, counts: NDArray[np.int64],
+    most: NDArray[np.float64], crowded: int, counts: NDArray[np.int64], hard: int,
 ) -> tuple[int, int]:  # fmt: skip
     """The vertex of host ``crowded`` and the host to which it should go: of all moves that lower what hosts
     have beyond ``most`` float64 [kinds], the one of the fewest further cut edges for that; (-1, -1) where
@@ -109,12 +109,13 @@ def best_move(
         for host in range(loads.shape[0]):
             if host == crowded:
                 continue
-            relief = 0.0
+            relief, allowed = 0.0, True
             for kind in range(most.size):
                 here, there, weight = loads[crowded, kind], loads[host, kind], weights[v, kind]
+                allowed = allowed and (kind >= hard or weight == 0 or there + weight <= most[kind] + 1e-9)
                 relief += max(0.0, here - most[kind]) - max(0.0, here - weight - most[kind])
                 relief += max(0.0, there - most[kind]) - max(0.0, there + weight - most[kind])
-            if relief > 1e-9:
+            if allowed and relief > 1e-9:
                 price = (counts[crowded] - counts[host]) / relief
                 if price < least:
                     found, target, least = v, host, price
@@ -123,9 +124,12 @@ def best_move(
     return found, target
 
 
-def mend(coarse: CoarseGraph, amounts: list[NDArray[np.int64]], part: NDArray[np.int32], hosts: int) -> bool:
+def mend(
+    coarse: CoarseGraph, amounts: list[NDArray[np.int64]], part: NDArray[np.int32], hosts: int, hard: int = 0
+) -> bool:
     """Move vertices in ``part``, in place, until no host has more than it may of any kind of ``amounts``
-    int64 [vertices] each (:func:`most_of`); whether that could be done."""
+    int64 [vertices] each (:func:`most_of`), none of which makes one of the first ``hard`` kinds uneven;
+    whether that could be done."""
     means = [max(1, int(amount.sum())) / hosts for amount in amounts]
     weights = np.stack([amount / mean for amount, mean in zip(amounts, means, strict=True)], axis=1)
     most = np.array([most_of(int(a.sum()), hosts) / mean for a, mean in zip(amounts, means, strict=True)])
@@ -138,7 +142,7 @@ def mend(coarse: CoarseGraph, amounts: list[NDArray[np.int64]], part: NDArray[np
         for crowded in np.argsort(-beyond, kind="stable"):
             if beyond[crowded] <= 1e-9:
                 return bool(beyond.max() <= 1e-9)
-            vertex, target = best_move(*arrays, part, loads, most, int(crowded), counts)
+            vertex, target = best_move(*arrays, part, loads, most, int(crowded), counts, hard)
             if vertex >= 0:
                 loads[part[vertex]] -= weights[vertex]
                 loads[target] += weights[vertex]
@@ -187,20 +191,23 @@ def _uneven(host_of_row: NDArray[Any], tables: Sequence[DealtRows], hosts: int) 
         shares = [(one.table, "rows", count_hosts(own, hosts))]
         if one.train is not None:
             shares.append((one.table, "training nodes", count_hosts(own[one.train], hosts)))
-        counted = [(*share, "that host will be the slowest; take fewer hosts where that matters")
-                   for share in shares]  # fmt: skip
-        counted += [
-            (name, "rows", _sums(own, degrees, hosts), "they stay beside the nodes that their edges lead to, "
-             "and need so much of its disk")
-            for name, degrees in one.edges.items()
-        ]  # fmt: skip
-        for table, what, counts, so in counted:
+        found = (
+            "no cut was found that is within",
+            "that host will be the slowest; take fewer hosts where that matters",
+        )
+        beside = (
+            "no whole partitions beside rows and training nodes are within",
+            "its disk needs so much more",
+        )
+        counted = [(*share, found) for share in shares]
+        counted += [(name, "rows", _sums(own, degrees, hosts), beside) for name, degrees in one.edges.items()]
+        for table, what, counts, (none, so) in counted:
             top = int(counts.argmax())
             if counts[top] > most_of(int(counts.sum()), hosts):
                 yield (
                     f"table {table!r}: host {top} has {counts[top]:,} {what}, "
-                    f"{counts[top] * hosts / counts.sum():.2f} times the mean of {hosts} hosts, and no cut "
-                    f"was found that is within {BALANCE:g}: {so}"
+                    f"{counts[top] * hosts / counts.sum():.2f} times the mean of {hosts} hosts, and {none} "
+                    f"{BALANCE:g}: {so}"
                 )
 
 
@@ -304,8 +311,7 @@ def _cut(
     part = _parts(coarse, hard, vertices, hosts, seed)
     even = mend(coarse, hard, part, hosts)
     if even and soft:  # as even as may be without making others uneven
-        mend(coarse, hard + soft, tried := part.copy(), hosts)
-        part = tried if _is_even(hard, tried, hosts) else part
+        mend(coarse, hard + soft, part, hosts, len(hard))
     return part, even
 
 
@@ -326,12 +332,6 @@ def _parts(
         coarse.xadj, coarse.adjacency, hosts, seed, vertex_weights=vertex_weights,
         edge_weights=coarse.edge_weights,
     )  # fmt: skip
-
-
-def _is_even(amounts: list[NDArray[np.int64]], part: NDArray[np.int32], hosts: int) -> bool:
-    return all(
-        np.bincount(part, amount, hosts).max() <= most_of(int(amount.sum()), hosts) for amount in amounts
-    )
 
 
 def _amounts(
