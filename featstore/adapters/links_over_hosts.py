@@ -3,7 +3,7 @@ whose sources, and all on equally many."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.ranks import Ranks
-from featstore.loaders.shares import MemoryShares
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler
 from featstore.storage.store import OpenStore
@@ -39,14 +38,6 @@ def check_links_of_hosts(store: WholeStore, given: Any, options: Mapping[str, An
             "all edges as links are in lists that hosts have each of their own nodes: where topology is "
             "split, say which links, edge_label_index="
         )
-
-
-def sampler_over_hosts(memory_bytes: int, made: Callable[[int], Any]) -> tuple[Any, MemoryShares]:
-    """What samples around links over lists of several hosts, ``made`` within so many bytes, and the shares of
-    memory."""
-    shares = MemoryShares(memory_bytes, graph_bytes=memory_bytes)
-    with shares.told_of_all():
-        return made(shares.sampler_bytes), shares
 
 
 def links_of_host(

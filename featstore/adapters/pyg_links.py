@@ -12,7 +12,6 @@ from featstore.adapters.links_over_hosts import (
     agree_on_links,
     check_links_of_hosts,
     links_of_host,
-    sampler_over_hosts,
 )
 from featstore.adapters.pyg_loader import attached, edge_table_of, no_call, refuse, warn_of
 from featstore.adapters.pyg_types import (
@@ -35,7 +34,7 @@ from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.samplers import drawn_over_hosts, rows_first
+from featstore.loaders.samplers import rows_first, sampler_over_hosts
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.options import as_memory
 from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
@@ -243,13 +242,10 @@ def _batches_of(
     ends = _array(data, links, "edge_label_index")
     known = check_links_numbered(graph, ends, given)
     if isinstance(data, WholeStore) and data.splits_topology:
-        drawn = drawn_over_hosts(named)
         sampler, shares = sampler_over_hosts(
-            memory_bytes,
-            lambda memory: HostsSampler(
-                data, numbers, seed=seed, graph=graph.name, memory=memory, options=drawn
-            ),
-        )
+            named, MemoryShares(memory_bytes),
+            lambda **asked: HostsSampler(data, numbers, seed=seed, graph=graph.name, **asked),
+        )  # fmt: skip
     else:
         needed = bytes_in_memory(graph) + named.needed_bytes
         sampler, ends, shares = link_sampler(

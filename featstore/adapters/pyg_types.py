@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from featstore.adapters.links_over_hosts import links_of_host, sampler_over_hosts
+from featstore.adapters.links_over_hosts import links_of_host
 from featstore.arguments import shown
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.hosts.typed_sampler import TypedHostsSampler
-from featstore.loaders.samplers import drawn_over_hosts, least_on_disk, typed_on_disk
+from featstore.loaders.samplers import least_on_disk, sampler_over_hosts, typed_on_disk
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.graphs import read_links
 from featstore.sampling.disk_sampler import DiskSampler
@@ -132,11 +132,11 @@ def typed_link_batches(
     graph, options = store.graphs[joined_name(link_type)], TypedOptions(store, said, seeds_have_times=True)
     told = check_links_numbered(graph, ends, links)
     if isinstance(store, WholeStore) and store.splits_topology:
-        asked: dict[str, Any] = {"seed": seed, "options": drawn_over_hosts(options)}
+        of = store, link_type[0], fanouts
         sampler, shares = sampler_over_hosts(
-            memory_bytes,
-            lambda memory: TypedHostsSampler(store, link_type[0], fanouts, memory=memory, **asked),
-        )
+            options, MemoryShares(memory_bytes),
+            lambda **asked: TypedHostsSampler(*of, seed=seed, **asked),
+        )  # fmt: skip
     else:
         sampler, ends, shares = link_sampler(
             graph, ends, memory_bytes, typed_bytes(store) + options.needed_bytes,

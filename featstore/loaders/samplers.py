@@ -20,7 +20,6 @@ from featstore.sampling.batches import (
 )
 from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.link_batches import LinkBatches
-from featstore.sampling.options import SamplingOptions
 from featstore.sampling.stored import StoredSampler
 from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
@@ -39,12 +38,10 @@ def sampler_within(
     check(of)
     options = NamedOptions(store, of, said)
     if isinstance(store, WholeStore) and store.splits_topology:
-        drawn = drawn_over_hosts(options)
-        shares = replace(shares, graph_bytes=shares.memory_bytes)
-        with shares.told_of_all():
-            memory = shares.sampler_bytes
-            asked = HostsSampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=drawn)
-            return asked, of.table, shares
+        made, shares = sampler_over_hosts(
+            options, shares, lambda **asked: HostsSampler(store, fanouts, seed=seed, graph=graph, **asked)
+        )
+        return made, of.table, shares
     whole, least = sampler_needs(store, fanouts, graph, options)
     shares = replace(shares, graph_bytes=whole, least_bytes=least)
     with shares.told_of_all():
@@ -53,14 +50,19 @@ def sampler_within(
     return made, of.table, shares
 
 
-def drawn_over_hosts(options: NamedOptions | TypedOptions) -> SamplingOptions | None:
-    """Options that owners of lists draw by. Raises SourceError for those of arrays of edges."""
+def sampler_over_hosts(
+    options: NamedOptions | TypedOptions, shares: MemoryShares, made: Callable[..., Any]
+) -> tuple[Any, MemoryShares]:
+    """What samples over lists of several hosts, ``made`` with ``memory=`` and ``options=``, and the shares
+    with what it takes. Raises SourceError for options of arrays of edges, by which owners do not draw."""
     if options.of_memory:
         raise SourceError(
             f"{', '.join(options.of_memory)}: where topology is split, owners draw by what their lists keep: "
             "pack what it names with edge_weights= or edge_times=, or split with split_topology=False"
         )
-    return options.from_disk()
+    drawn, shares = options.from_disk(), replace(shares, graph_bytes=shares.memory_bytes)
+    with shares.told_of_all():
+        return made(memory=shares.sampler_bytes, options=drawn), shares
 
 
 class Drawn(Protocol):
@@ -163,11 +165,8 @@ def typed_sampler_within(
     what the sampler takes. Raises BudgetError, ArgumentError, SourceError."""
     options = TypedOptions(store, said)
     if isinstance(store, WholeStore) and store.splits_topology:
-        drawn = drawn_over_hosts(options)
-        shares = replace(shares, graph_bytes=shares.memory_bytes)
-        with shares.told_of_all():
-            asked: dict[str, Any] = {"memory": shares.sampler_bytes, "seed": seed, "options": drawn}
-            return TypedHostsSampler(store, seeds.node_type, fanouts, **asked), shares
+        of = store, seeds.node_type, fanouts
+        return sampler_over_hosts(options, shares, lambda **asked: TypedHostsSampler(*of, seed=seed, **asked))
     whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
     if whole > shares.sampler_bytes:
         on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed)
