@@ -93,7 +93,7 @@ def open_split(
     Args:
         path: what ``split`` made, of which this host's part is taken; or that part, with ``topology`` beside
             it.
-        memory: budget, of a process, for what knows the owners of nodes (1.2 bytes a node), for lines to
+        memory: budget, of a process, for what knows the owners of nodes (1.03 bytes a node), for lines to
             other hosts, and for serving them: rows of high degree are kept in what is left, and where
             topology is split, too, up to half of it has this host's lists. Loaders have their own.
         timeout_seconds: a host that is not heard of, or does not answer, for so long is given up: PeerError

@@ -160,13 +160,14 @@ class LinkNeighborLoader:
                 edge_table_of(data, of.name, options.get("mode")),
             )
             tables = {of.table.name: of.table}
-        agree_on_links(data, self._batches, [num_neighbors, seed, graph, sorted(said.items()), self._type])
         self._shares = shares = rows_first(self._batches, tables, shares)
         with shares.told_of_all():
             self.loader = Loader(
                 data, self._batches, attach=names, memory=shares.rows_bytes, tensors=True, edge_table=edges,
                 **options,
             )  # fmt: skip
+        # last: what fails here alone may be tried again, and hosts count what they agree on
+        agree_on_links(data, self._batches, [num_neighbors, seed, graph, sorted(said.items()), self._type])
 
     @property
     def dataset(self) -> Sequence[int]:

@@ -20,7 +20,8 @@ from featstore.compile.survey import mark_rows
 from featstore.compile.write_records import new_table, table_writer
 from featstore.errors import BudgetError, IdError, SourceError
 from featstore.hosts.copies import DiskCopies
-from featstore.hosts.split_store import HostsRows, WholeStore
+from featstore.hosts.source import HostsRows
+from featstore.hosts.split_store import WholeStore
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.storage.manifest import FORMAT_VERSION, Manifest, TableEntry, encode_manifest, sealed

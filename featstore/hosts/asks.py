@@ -71,12 +71,18 @@ class Ask(ABC):
 
     def fill(self, body: NDArray[np.uint8]) -> None:
         """Take an answer."""
+        failed = None
         with self._lock:
             if self._over:
                 return
             self._over = True
-            self._put(body)
-        self._request.close_piece(self, None)
+            try:
+                self._put(body)
+            except BaseException as error:  # there is no memory for it: whoever waits is told
+                failed = error
+        self._request.close_piece(self, failed)
+        if failed is not None:
+            raise failed
 
     def end(self, error: BaseException | None) -> None:
         """There will be no answer."""

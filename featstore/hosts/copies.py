@@ -37,14 +37,21 @@ class DiskCopies:
         self.name, self.rows = name, len(nodes)
         self._bits = np.zeros(-(-total // 64), np.uint64)
         self._ranks = np.zeros(len(self._bits), np.int32)
+        order = np.argsort(nodes, kind="stable")
+        self._row_of_rank = order.astype(np.int32)
+        del order
         set_bits(nodes.astype(np.int64), self._bits, self._ranks)
-        self._row_of_rank = np.argsort(nodes, kind="stable").astype(np.int32)
         self.find(np.empty(0, np.int64))  # so that the kernel is there
 
     @staticmethod
     def bytes_for(total: int, rows: int) -> int:
         """Memory of so many copies."""
         return -(-total // 64) * 12 + 4 * rows
+
+    @staticmethod
+    def opening_bytes(rows: int) -> int:
+        """What else is held while they are put in order: ids, their places, and room to sort these."""
+        return 24 * rows
 
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [n], the row of each node, -1 where there is none."""

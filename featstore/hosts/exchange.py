@@ -315,7 +315,6 @@ class Exchange(OneProcess):
         while any(line.asking for line in lines) and self.error is None:
             self._changed.wait(0.05)
         for line in lines:
-            line.bye_sent = True
             line.say(Outgoing(ms.Kind.BYE))
         while not all(line.last for line in lines) and self.error is None:
             self._changed.wait(0.05)

@@ -207,6 +207,7 @@ class HostLine:
         ms.seal(raw, one.kind, one.number, one.detail)
         self._exchange.wire.send(self.peer, raw)
         self._said = time.monotonic()
+        self.bye_sent |= one.kind == ms.Kind.BYE  # not before: nothing is said after END
         if one.then is not None:
             one.then()
 

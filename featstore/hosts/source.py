@@ -7,6 +7,7 @@ the reader has tiers over it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,15 @@ from featstore.base.native import address_of
 from featstore.engine.request import Request, in_pieces
 from featstore.errors import ArgumentError, BudgetError, IdError
 from featstore.hosts.asks import AnswerPlace, AskPart, RowsAsk
+from featstore.hosts.copies import CopiesTier, DiskCopies
 from featstore.hosts.divided import Divided, submit_divided
 from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.messages import padded
 from featstore.hosts.owners import Owners
+from featstore.reader.reader import Reader
+from featstore.reader.report import ReaderStats
 from featstore.storage.store import OpenStore
-from featstore.tiers import RowSource
+from featstore.tiers import RowSource, TierSpec
 from featstore.tiers.over import OwnedTier
 from featstore.tiers.static_tier import new_rows
 
@@ -49,6 +53,7 @@ class PeersSource(OwnedTier):
         self.store, self.tables = store, list(owners if tables is None else tables)
         self._owners, self._exchange = owners, exchange
         self.rows = self.row_bytes = 0  # asked for so far
+        self._under_way: set[Request] = set()
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
@@ -65,7 +70,10 @@ class PeersSource(OwnedTier):
             for host in self._exchange.lines if self._exchange is not None else ():
                 self._ask(host, request, ids, split, filled, at)
 
-        return in_pieces(filled, ask)
+        made = in_pieces(filled, ask)
+        self._under_way.add(made)
+        made.add_done_callback(self._under_way.discard)  # type: ignore[arg-type]
+        return made
 
     def _ask(
         self, host: int, request: Request, ids: Mapping[str, Any], split: Mapping[str, Any],
@@ -97,6 +105,8 @@ class PeersSource(OwnedTier):
 
     def close(self) -> None:
         self._closed = True
+        if self.here:
+            wait(list(self._under_way))  # after this, nothing is written to anybody's memory
 
     def __repr__(self) -> str:
         return f"<PeersSource of {self.tables}>"
@@ -106,16 +116,18 @@ class HostsSource(OwnedTier):
     """The rows of all hosts: a :class:`featstore.tiers.RowSource` under node ids of the whole graph.
 
     ``store``: knows the tables as wholes. ``local``: gives this host's rows, under its own store's ids.
-    ``remote``: gives others', under node ids. Neither is closed.
+    ``remote``: gives others', under node ids. Neither is closed. ``tables``: those that are asked for, of all
+    that have ``owners``.
     """
 
     name = "hosts"
 
     def __init__(
-        self, store: OpenStore, owners: Mapping[str, Owners], local: RowSource, remote: RowSource
-    ) -> None:
+        self, store: OpenStore, owners: Mapping[str, Owners], local: RowSource, remote: RowSource,
+        tables: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.store, self.tables = store, list(owners)
+        self.store, self.tables = store, list(owners if tables is None else tables)
         self._owners, self._local, self._remote = owners, local, remote
         self.memory_bytes, self._own_rows = 0, 0
 
@@ -148,6 +160,43 @@ class HostsSource(OwnedTier):
 
     def __repr__(self) -> str:
         return f"<HostsSource of {self.tables}>"
+
+
+class HostsRows(HostsSource):
+    """Rows of all hosts for one loader or reader, which has a reader of its own for this host's. ``halo``: a
+    tier over the others', in ``halo_memory`` bytes."""
+
+    def __init__(
+        self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies],
+        reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
+    ) -> None:  # fmt: skip
+        asked = [name for name in owners if name in reader.tables]  # which a halo is of
+        self._peers = PeersSource(store, owners, exchange, asked)
+        below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
+        self.halo = None if halo is None else halo.over(below, halo_memory)
+        super().__init__(store, owners, reader, below if self.halo is None else self.halo, asked)
+        self._reader = reader
+
+    @property
+    def remote_rows(self) -> int:
+        """Rows asked of other hosts so far."""
+        return self._peers.rows
+
+    @property
+    def remote_bytes(self) -> int:
+        """Bytes of these rows."""
+        return self._peers.row_bytes
+
+    def stats(self) -> ReaderStats:
+        """Of this host's own reader."""
+        return self._reader.stats()
+
+    def close(self) -> None:
+        super().close()
+        if self.halo is not None:
+            self.halo.close()
+        self._peers.close()
+        self._reader.close()
 
 
 class Serving:

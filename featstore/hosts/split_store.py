@@ -14,26 +14,25 @@ from numpy.typing import NDArray
 from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
-from featstore.hosts.copies import CopiesTier, DiskCopies
+from featstore.hosts.copies import DiskCopies
 from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
 from featstore.hosts.messages import Kind
 from featstore.hosts.owners import Owners
 from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
-from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
+from featstore.hosts.source import HostsRows, Serving, body_bytes_for, ids_max_for
 from featstore.hosts.whole_tables import SplitGraph, WholeTable
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import READING, check_reading
 from featstore.reader.reader import Reader
-from featstore.reader.report import ReaderStats
 from featstore.storage.manifest import HALO, HALO_NODES, MANIFEST_NAME, TOPOLOGY
 from featstore.storage.store import OpenStore, Table
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.manifest import FamilyEntry
-    from featstore.tiers import RowSource, TierSpec
+    from featstore.tiers import TierSpec
 
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
@@ -112,7 +111,9 @@ class WholeStore(OpenStore):
         return WholeTable(self, name, self.part.table(name), self._copies_of(name), ordered=ordered)
 
     def _copies_of(self, name: str) -> Table | None:
-        return self.part.tables.get(f"{name}.{HALO}")
+        family = self.part.manifest.family
+        known = family is not None and f"{name}.{HALO}" in family.copies  # the user may have called one so
+        return self.part.tables.get(f"{name}.{HALO}") if known else None
 
     @staticmethod
     def _place(hosts: int) -> HostPlace:
@@ -148,7 +149,9 @@ class WholeStore(OpenStore):
     ) -> None:
         place, tables = self.place, [self.table(name) for name in names]
         held = sum(Owners.bytes_for(table.rows, place.hosts) for table in tables)
-        held += sum(DiskCopies.bytes_for(t.rows, c.rows) for t in tables if (c := self._copies_of(t.name)))
+        of_copies = [(t.rows, c.rows) for t in tables if (c := self._copies_of(t.name)) is not None]
+        held += sum(DiskCopies.bytes_for(*rows) for rows in of_copies)
+        opening = max((DiskCopies.opening_bytes(rows) for _, rows in of_copies), default=0)
         lines_bytes = 0
         if place.leads and place.hosts > 1:
             share = max(0, memory_bytes - held) // _LINES_SHARE
@@ -158,7 +161,8 @@ class WholeStore(OpenStore):
         needs = [table_need(self.part.table(name), options.get("verify", True)) for name in names]
         lists_least = self._lists_least(options)
         needed = held + lines_bytes + own_bytes(1, needs) + lists_least
-        if memory_bytes < needed:
+        if memory_bytes < max(needed, held + opening):
+            needed = max(needed, held + opening)
             raise BudgetError(needed, memory_bytes, "know the owners of all nodes, and serve other hosts")
         left = memory_bytes - held
         self.owners = {
@@ -181,9 +185,8 @@ class WholeStore(OpenStore):
         self._memory = {"owners": held, "lines": lines_bytes, "lists": lists_bytes, "reader": rows_bytes}
         if not place.leads or place.hosts == 1:
             return
-        ranked = self.part.tables[names[0]].entry.order.rows_by_degree is not None
-        options = {"static": "degree" if ranked and len(names) == 1 else None} | options
-        self._serving = Reader(self.part, memory=self._memory["reader"], **options)
+        options = {"static": "auto"} | options
+        self._serving = Reader(self.part, tables=names, memory=self._memory["reader"], **options)
         about = {"family": self.uuid, "hosts": place.hosts, "tables": names}
         try:
             wire = open_wire(place, timeout)
@@ -349,43 +352,6 @@ class WholeStore(OpenStore):
             "a split store belongs to the process that opened it, which has the lines to other hosts: it "
             "cannot be pickled"
         )
-
-
-class HostsRows(HostsSource):
-    """Rows of all hosts for one loader or reader, which has a reader of its own for this host's. ``halo``: a
-    tier over the others', in ``halo_memory`` bytes."""
-
-    def __init__(
-        self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies],
-        reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
-    ) -> None:  # fmt: skip
-        asked = [name for name in owners if name in reader.tables]  # which a halo is of
-        self._peers = PeersSource(store, owners, exchange, asked)
-        below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
-        self.halo = None if halo is None else halo.over(below, halo_memory)
-        super().__init__(store, owners, reader, below if self.halo is None else self.halo)
-        self._reader = reader
-
-    @property
-    def remote_rows(self) -> int:
-        """Rows asked of other hosts so far."""
-        return self._peers.rows
-
-    @property
-    def remote_bytes(self) -> int:
-        """Bytes of these rows."""
-        return self._peers.row_bytes
-
-    def stats(self) -> ReaderStats:
-        """Of this host's own reader."""
-        return self._reader.stats()
-
-    def close(self) -> None:
-        super().close()
-        if self.halo is not None:
-            self.halo.close()
-        self._peers.close()
-        self._reader.close()
 
 
 def reader_of(

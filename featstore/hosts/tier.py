@@ -8,7 +8,8 @@ from typing import Any
 from featstore.arguments import check_options, shown
 from featstore.base.called import called
 from featstore.errors import ArgumentError, BudgetError
-from featstore.hosts.split_store import HostsRows, WholeStore
+from featstore.hosts.source import HostsRows
+from featstore.hosts.split_store import WholeStore
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import READING, check_reading

@@ -88,7 +88,8 @@ class Loader(Shown, LoaderBase):
                 self.store, batches, given, self.memory_bytes - self._left, self._left, self._opened
             )
             self._whole, self._ranks = making.whole, making.ranks
-            self._mode = making.mode(batches)
+            with making.shares.told_of_all():  # where ranks share them, too
+                self._mode = making.mode(batches)
             self._shares = making.shares
             self.mode, self.mode_because, self.costs = making.taken
         except BaseException:

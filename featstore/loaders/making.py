@@ -75,6 +75,7 @@ class Making:
             raise BudgetError(held + aside + 1, memory_bytes + aside, what)
         self.shares = MemoryShares(memory_bytes - held, 0, held + aside)
         self.share: RankedBatches | GivenShare | None = None
+        self._alike: dict[str, Any] = {}  # what all hosts are to say of it
         self._here: tuple[int, ...] = (self.ranks.rank,)  # the ranks whose mini-batches are made here
         if batches is not None:
             self._check_given(batches)
@@ -107,11 +108,12 @@ class Making:
     def _for_host(self, ranks: tuple[int, ...], memory_bytes: int) -> Mode:
         """The mini-batches of these ranks in turn, for a :class:`HostMode`."""
         self._here, self.given.tensors = ranks, False
-        self.shares = MemoryShares(memory_bytes)
-        return self._made(None)
+        whole, self.shares = self.shares, MemoryShares(memory_bytes)
+        mode, self.shares = self._made(None), whole
+        return mode
 
     def _made(self, batches: Sampler | None) -> Mode:
-        """The mode of the ranks here."""
+        """The mode of the ranks here. Hosts agree last: what fails on one alone may be tried again."""
         given = self.given
         if batches is not None:
             self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last)
@@ -128,21 +130,22 @@ class Making:
         }  # fmt: skip
         with self.shares.told_of_all():
             mode = make[given.mode](given.of_mode())
-        mode.share = self.share
+        mode.share, mode.told_of_all = self.share, self.shares.told_of_all
         if isinstance(self.store, WholeStore):
             mode.check = self.store.check_peers
+            if self._alike:
+                self.store.agree(self._alike)
         return mode
 
     def _taken(self, batches: Sampler | None) -> Taken:
         """What ``"auto"`` takes."""
         given, own = self.given, None
         self._check_compiling({name: given.said[name] for name in given.said if name in _COMPILING})
-        listed = isinstance(self.share, RankedBatches) and isinstance(self.share.sampler, SeedList)
-        if isinstance(self.share, RankedBatches) and not self._of_types and not listed:
-            fanouts = args.as_fanouts(given.get("fanouts"))
-            own = OwnSampling(given.get("seeds"), fanouts, self.share.batch_size, given.get("graph"))
         if isinstance(self.share, RankedBatches):
             batches = self.share
+            if not self._of_types and not isinstance(self.share.sampler, SeedList):
+                fanouts = args.as_fanouts(given.get("fanouts"))
+                own = OwnSampling(given.get("seeds"), fanouts, self.share.batch_size, given.get("graph"))
         assert batches is not None
         memory = self.shares.memory_bytes
         return auto(self.store, batches, own, memory, given.said, given.reading)
@@ -234,7 +237,7 @@ class Making:
             said = ids.tobytes() + (b"" if listed is None or listed.times is None else listed.times.tobytes())
             digest = hashlib.sha256(said).hexdigest()
             alike = alike | {"seeds": digest, "seed": self._seed, "mode": self.given.mode}
-            self.store.agree(alike | self._seeds_of_a_step() | {"in_order": in_order})
+            self._alike = alike | self._seeds_of_a_step() | {"in_order": in_order}
         if listed is not None:
             sampler, seeds = listed, listed.numbers
         made = RankedBatches(
@@ -333,10 +336,8 @@ class Making:
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
             seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
         )  # fmt: skip
-        listed = isinstance(self.share, GivenShare) and not self.share.of_links
-        if isinstance(self.store, WholeStore) and not listed:
-            # what reuse= finds may be of other options on another host
-            self.store.agree({"recorded": mode.loader.compiled.epochs().tolist()})
+        if not isinstance(self.share, GivenShare) or self.share.of_links:  # reuse= may find other ones there
+            self._alike["recorded"] = mode.loader.compiled.epochs().tolist()
         try:
             self.whole.check_compiled(mode.loader.compiled.entry.tables, self._sampled)
         except BaseException:

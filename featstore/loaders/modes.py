@@ -12,7 +12,7 @@ are wanted when.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -43,6 +43,8 @@ class Mode:
     check: Callable[[], None] | None = None
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
+    #: Tells a BudgetError of a share of the memory as one of all of it.
+    told_of_all: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -48,6 +48,7 @@ class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
     buckets_written: _Count = 0
     written_digest: Annotated[int, msgspec.Meta(ge=0)] = 0  # over the rows of the buckets written
     done: bool = False
+    memory_bytes: _Count = 0  # that the rows are put in order within, where how far that is depends on it
     episode: _Count = 0  # of batched packing: this one is under way,
     slab: _Count = 0  # and from this slab of the base table on its segments have nothing;
     unfinished: list[list[UnfinishedPage]] = msgspec.field(default_factory=list)  # of each table it writes

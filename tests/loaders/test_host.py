@@ -255,6 +255,40 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed(path: Path, start: A
         assert 1 <= len(found[0]) <= 4
 
 
+@pytest.mark.parametrize("attach", [(), "label"])
+def test_a_mini_batch_that_is_larger_than_the_first_says_what_the_host_needs(
+    tmp_path: Path, pack: Any, start: Any, attach: Any
+) -> None:
+    """Of all the memory, whoever has which share of it, and arrays beside them; and that works."""
+    nodes = 9000
+    ends = np.random.default_rng(3).integers(0, nodes, 150_000)
+    edges = np.stack([ends, np.repeat(np.arange(30, 180), 1000)])
+    arrays = {"label": np.arange(nodes)}
+    rows = np.arange(64 * nodes, dtype=np.float32).reshape(nodes, 64)
+    pack(tmp_path / "s", rows, graph=edges, order="ldg", partitions=12, arrays=arrays).close()
+    said: dict[str, Any] = {"seeds": np.arange(180), "fanouts": (-1,), "batch_size": 10, "attach": attach}
+    said |= {"seeds_in_order": True, "world_size": RANKS, "shared": str(tmp_path)}
+
+    def work(rank: int, pipe: Any) -> Any:
+        memory, refused = 14 << 20, []
+        while True:
+            try:
+                with featstore.open(tmp_path / "s").loader(rank=rank, memory=memory, **said) as loader:
+                    return refused, [(np.asarray(b.x) == rows[b.n_id]).all() for b in loader]
+            except BudgetError as error:
+                assert error.given_bytes == memory, (error.given_bytes, memory, error.what)
+                assert error.needed_bytes > memory, error.what
+                refused.append((error.what, memory))
+                memory = error.needed_bytes
+
+    for one in start(work):
+        kind, found = one.told()
+        assert kind == "gave", found
+        assert len(found[1]) == 6
+        assert all(found[1])
+        assert 2 <= len(found[0]) <= 6, found[0]  # some are larger still
+
+
 def all_raise(ranks: list[Rank], kind: type[Exception], says: str) -> None:
     for one in ranks:
         how, error = one.told()

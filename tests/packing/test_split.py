@@ -500,7 +500,10 @@ def test_a_split_of_topology_that_is_interrupted_goes_on(tmp_path, store):
         assert {path: data for path, data in tree(out).items() if ".journal" not in path} == wanted
     assert reached == {0, 1, 2}
     rows = np.arange(9, dtype=np.float32)
-    with featstore.pack(tmp_path / "bare", rows) as bare, pytest.raises(ArgumentError, match="has none"):
+    with (
+        featstore.pack(tmp_path / "bare", rows) as bare,
+        pytest.raises(ArgumentError, match="there is no graph"),
+    ):
         featstore.split(bare, 2, tmp_path / "none", split_topology=True)
 
 
@@ -598,8 +601,9 @@ def test_an_exception_from_progress_stops_it_and_it_goes_on(tmp_path, store):
 
 def test_another_split_replaces_it(tmp_path, store):
     featstore.split(store, 4, tmp_path / "out")
-    with pytest.raises(StoreExistsError, match="host-3"):
+    with pytest.raises(StoreExistsError, match="topology is finished and of another split"):
         featstore.split(store, 3, tmp_path / "out", resume=True)
+    check_split(store, tmp_path / "out", 4)
     featstore.split(store, 2, tmp_path / "out", overwrite=True)
     check_split(store, tmp_path / "out", 2)
     featstore.split(store, 3, tmp_path / "out", overwrite=True)
@@ -608,6 +612,48 @@ def test_another_split_replaces_it(tmp_path, store):
         pytest.warns(FeatstoreWarning, match="host-2 is of the earl"),
     ):
         featstore.split(store, 2, tmp_path / "out", overwrite=True)
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_one_that_replaces_another_goes_on(tmp_path, store, hosts):
+    """Wherever it was stopped: what is left of the other is replaced, and parts beyond are removed."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    featstore.split(store, hosts, whole, train="train", seed=1)
+    for at in ("topology", *(f"host-{host}" for host in range(hosts))):
+        shutil.rmtree(out, ignore_errors=True)
+        featstore.split(store, 3, out, train="train")
+
+        def stop(progress, at=at):
+            if progress.table.startswith(f"{at}:"):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            featstore.split(store, hosts, out, train="train", seed=1, overwrite=True, progress=stop)
+        if at == "topology":  # of which nothing is there yet
+            with pytest.raises(StoreExistsError, match="of another split"):
+                featstore.split(store, hosts, out, train="train", seed=1, resume=True)
+            continue
+        featstore.split(store, hosts, out, train="train", seed=1, resume=True)
+        check_split(store, out, hosts)
+        assert sorted(p.name for p in out.iterdir() if p.is_dir()) == sorted(
+            p.name for p in whole.iterdir() if p.is_dir()
+        )
+        for member in (p.name for p in whole.iterdir() if p.is_dir()):
+            with featstore.open(out / member) as one, featstore.open(whole / member) as two:
+                for name in two.tables:
+                    assert rows_of(one, name).tobytes() == rows_of(two, name).tobytes()
+        with pytest.raises(StoreExistsError, match="was completed"):
+            featstore.split(store, hosts, out, train="train", seed=1, resume=True)
+
+
+def test_a_table_that_is_called_as_copies_are_is_a_table(tmp_path):
+    """Without halo_disk= there are no copies, whatever the user calls a table."""
+    tables = {"x": values(60, 3, DTYPES[0], 1), "x.halo": values(60, 2, DTYPES[0], 2)}
+    featstore.pack(tmp_path / "s", tables, graph={"x": graph_of(60, 3, 0)}, order="given").close()
+    featstore.split(tmp_path / "s", 1, tmp_path / "out")
+    with featstore.open_split(tmp_path / "out", memory="16MiB") as store, store.reader() as reader:
+        for name, rows in tables.items():
+            assert reader.read({name: np.arange(60)})[name].tobytes() == rows.tobytes()
 
 
 def test_nothing_foreign_is_touched(tmp_path, store):

@@ -14,8 +14,16 @@ import pytest
 from test_split import DTYPES, graph_of, rows_of, tree, values
 
 import featstore
-from featstore.errors import ArgumentError, IncompleteStoreError, SourceError, StoreExistsError
-from featstore.packing import permute
+from featstore.errors import (
+    ArgumentError,
+    FeatstoreError,
+    IncompleteStoreError,
+    SourceError,
+    StoreExistsError,
+    StoreLockedError,
+    UnknownNameError,
+)
+from featstore.packing import permute, spill, spill_files
 from featstore.storage.disk import Disk
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
@@ -299,21 +307,150 @@ def test_a_file_that_was_written_anew_is_not_gone_on_with(tmp_path: Path) -> Non
         featstore.split_features(hosts=2, out=out, resume=True, **given)
 
 
-def test_what_was_replacing_another_is_not_gone_on_with(tmp_path: Path) -> None:
-    """Its parts and the earlier ones are of one topology where features alone are new."""
+@pytest.mark.parametrize("at", ["topology", "hosts", "host-0: features", "host-1: features"])
+def test_what_replaces_another_goes_on(tmp_path: Path, at: str) -> None:
+    """Wherever it was stopped, also where features alone are new."""
     out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
     given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
     featstore.split_features(x, 2, out, **given)
     other = x.copy()
     other[NODES // 2 :] += 1
-    interrupted(out, features=other, overwrite=True, **given)
-    with pytest.raises(StoreExistsError, match="was replacing another"):
-        featstore.split_features(other, 2, out, resume=True, **given)
-    featstore.split_features(other, 2, out, overwrite=True, **given)
-    with featstore.open(out / "topology") as topology, featstore.open(out / "host-1") as part:
-        owned = rows_of(topology, "features") == 1
-        assert rows_of(part, "features").tobytes() == other[owned].tobytes()
+    interrupted(out, at, features=other, overwrite=True, **given)
+    featstore.split_features(other, 2, out, resume=True, **given)
+    check_rows(out, other)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def check_rows(out: Path, features: np.ndarray) -> None:
+    """The parts of two hosts have these features."""
+    for host in range(2):
+        with featstore.open(out / "topology") as topology, featstore.open(out / f"host-{host}") as part:
+            owned = rows_of(topology, "features") == host
+            assert rows_of(part, "features").tobytes() == features[owned].tobytes()
+
+
+@pytest.mark.parametrize("copies", [None, "1x"])
+def test_rows_that_change_meanwhile_are_no_part(tmp_path: Path, copies: str | None) -> None:
+    """Though the sample that a source is known by has none of them."""
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg", "halo_disk": copies}
+    interrupted(out, "host-1: features", features=x, **given)
+    with featstore.open(out / "topology") as topology:
+        mine = int(np.flatnonzero(rows_of(topology, "features") == 1)[7])
+    before = x[mine].copy()
+    x[mine] += 1
+    with pytest.raises(SourceError, match=rf"the row of node {mine:,} is not what it was|cannot resume"):
+        featstore.split_features(x, 2, out, resume=True, **given)
+    x[mine] = before
+    featstore.split_features(x, 2, out, resume=True, **given)
+    check_rows(out, x)
+
+
+def test_who_is_refused_leaves_the_journal_as_it_is(tmp_path: Path) -> None:
+    """A second split to the same place, while the first one goes on; that is gone on with as it was."""
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    tried: list[str] = []
+
+    def meanwhile(progress: Any) -> None:
+        for stage in ("topology", "host-0: features"):
+            if stage in (progress.table, progress.stage) and stage not in tried:
+                tried.append(stage)
+                with pytest.raises(StoreLockedError):
+                    featstore.split_features(x + 1, 2, out, overwrite=True, **given)
+        if progress.table == "host-1: features":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        featstore.split_features(x, 2, out, progress=meanwhile, **given)
+    assert len(tried) == 2
+    with pytest.raises(SourceError, match="cannot resume"):
+        featstore.split_features(x + 1, 2, out, resume=True, **given)
+    featstore.split_features(x, 2, out, resume=True, **given)
+    check_rows(out, x)
+
+
+@pytest.mark.parametrize(("first", "then"), [(72, 64), (64, 72), (64, 200)])
+@pytest.mark.parametrize("at", ["spill", "write"])
+def test_another_memory_goes_on(
+    tmp_path: Path, first: int, then: int, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part's rows that were put in order through files, in other buckets, or in memory: the same bytes, and
+    statistics."""
+    for module in (permute, spill, spill_files):
+        monkeypatch.setattr(module, "CHECKPOINT_BYTES", 1 << 20)
+    out, x = tmp_path / "out", values(8000, 2400, DTYPES[0], 1)
+    x[::7, 3] = np.nan
+    given: dict[str, Any] = {
+        "features": x,
+        "graph": graph_of(8000, 2, 0),
+        "order": "ldg",
+        "partitions": 64,
+    }
+    stages: list[str] = []
+
+    def stop(progress: Any) -> None:
+        if progress.table == "host-1: features":
+            stages.append(progress.stage)
+            if progress.stage == at and progress.done_bytes > 5 << 20:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        featstore.split_features(hosts=2, out=out, progress=stop, memory=f"{first}MiB", **given)
+    assert "spill" in stages
+    featstore.split_features(hosts=2, out=out, resume=True, memory=f"{then}MiB", **given)
+    featstore.split_features(hosts=2, out=tmp_path / "whole", memory="512MiB", **given)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_an_order_that_was_begun_with_another_memory_is_made_anew(tmp_path: Path) -> None:
+    given, out = typed_inputs(), tmp_path / "out"
+    interrupted(out, "field", **given)
+    warnings.simplefilter("always", featstore.errors.FeatstoreWarning)
+    with pytest.warns(featstore.errors.FeatstoreWarning, match="was begun with another memory="):
+        featstore.split_features(hosts=2, out=out, resume=True, memory="200MiB", **given)
+    featstore.split_features(hosts=2, out=tmp_path / "whole", **given)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_folders_above_are_made_and_a_file_is_told(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    out, x = tmp_path / "new" / "folder" / "out", values(NODES, 9, DTYPES[0], 1)
+    featstore.split_features(x, 2, out, **given)
+    check_rows(out, x)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SourceError, match="is a file; give the path of a directory"):
+        featstore.split_features(x, 2, tmp_path / "file", **given)
+
+
+def test_what_cannot_be_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    given, out, read = inputs(0), tmp_path / "out", list[Any]()
+    no_graph = {"graph": None, "order": "given", "hubs": 0, "partitions": None}
+    for wrong, kind, why in (
+        ({"train": "trian"}, UnknownNameError, "did you mean 'train'"),
+        ({"train": np.ones(NODES + 1, bool)}, FeatstoreError, f"{NODES:,}"),
+        ({"train": {"author": np.arange(3)}}, ArgumentError, "has no graph and is dealt out"),
+        ({"hosts": NODES + 1}, ArgumentError, f"at most the {NODES} nodes of table 'paper'"),
+        (no_graph | {"halo_disk": "1x"}, ArgumentError, "and there is no graph"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=why):
+            featstore.split_features(out=out, progress=read.append, **{"hosts": 2, **given} | wrong)
+    assert not read
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_order_that_is_not_needed_any_more_is_removed(tmp_path: Path) -> None:
+    """Where it was stopped after the last part."""
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("featstore.packing.split.features._remove", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            featstore.split_features(x, 2, out, **given)
+    assert (tmp_path / "out.order").exists()
+    featstore.split_features(x, 2, out, resume=True, **given)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    check_rows(out, x)
 
 
 def test_an_unfinished_order_is_of_its_input(tmp_path: Path) -> None:

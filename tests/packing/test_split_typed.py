@@ -151,6 +151,66 @@ def test_a_typed_store_is_split_whole(made: Path, tmp_path: Path) -> None:
     assert tree(out) == tree(tmp_path / "again")
 
 
+@pytest.mark.parametrize("limit", [600, 2000, 6000, 10**6, "0.3x"])
+def test_copies_of_all_types_have_one_limit(made: Path, tmp_path: Path, limit: Any) -> None:
+    """Each type has as much of it as of what its lists name, those that are named most often first."""
+    featstore.split(made, 3, tmp_path / "out", halo_disk=limit)
+    for host in range(3):
+        with featstore.open(tmp_path / f"out/host-{host}") as part:
+            tables = {name: part.tables[name] for name in ("paper", "author")}
+            own = sum(table.rows * table.row_bytes for table in tables.values())
+            most = int(0.3 * own) if limit == "0.3x" else limit
+            named, kept = {}, {}
+            for name, table in tables.items():
+                ids = [part.arrays[f"{g}.halo_ids"] for g, one in part.graphs.items()
+                       if one.source_table.name == name]  # fmt: skip
+                named[name] = len(np.unique(np.concatenate(ids))) * table.row_bytes
+                kept[name] = part.tables[f"{name}.halo"].rows * table.row_bytes
+            total = sum(named.values())
+            assert sum(kept.values()) <= most
+            for name, table in tables.items():
+                fair = min(named[name], most * named[name] / total)
+                assert fair - table.row_bytes < kept[name] <= fair
+
+
+@pytest.mark.parametrize("hosts", [2, 5])
+def test_partitions_of_types_belong_together_in_parts(tmp_path: Path, hosts: int) -> None:
+    """Also those in which a type has no node: partition p of each is of the same collection, as in the store,
+    and mode partitions trains on parts."""
+    rng, count = np.random.default_rng(4), {"paper": 2000, "venue": 30}
+    venues = np.arange(2000) * 30 // 2000
+    edges = {
+        ("paper", "in", "venue"): np.stack([np.arange(2000), venues]),
+        ("venue", "has", "paper"): np.stack([venues, np.arange(2000)]),
+        ("paper", "cites", "paper"): np.stack([rng.integers(0, 2000, 5000)] * 2) // [[1], [3]],
+    }
+    tables = {name: np.arange(rows, dtype=np.float32)[:, None] for name, rows in count.items()}
+    with featstore.pack(
+        tmp_path / "s", tables, graph=edges, order="multilevel", partitions=64, memory="256MiB"
+    ) as store:
+        featstore.split(store, hosts, tmp_path / "out")
+        offsets = {name: store.tables[name].partition_offsets for name in count}
+        owner = hosts_of(tmp_path / "out")
+        owner = {name: owner[name][store.tables[name].node_of_row()] for name in count}
+        for host in range(hosts):
+            with featstore.open(tmp_path / f"out/host-{host}") as part:
+                mine = {name: offsets_of_host(offsets[name], owner[name] == host) for name in count}
+                kept = (np.diff(mine["paper"]) > 0) | (np.diff(mine["venue"]) > 0)
+                for name in count:
+                    found = part.tables[name].partition_offsets
+                    assert np.diff(found).tolist() == np.diff(mine[name])[kept].tolist()
+                rows = part.tables["paper"].rows
+                said: dict[str, Any] = {"mode": "partitions", "fanouts": (3, 2), "memory": "48MiB"}
+                with part.loader(seeds=("paper", np.arange(rows)), batch_size=64, **said) as loader:
+                    seen = np.concatenate([batch.n_id["paper"][: batch.batch_size] for batch in loader])
+                assert sorted(seen.tolist()) == list(range(rows))
+
+
+def offsets_of_host(offsets: np.ndarray, own_rows: np.ndarray) -> np.ndarray:
+    """Where a store's partitions begin among the rows of a host."""
+    return np.append(0, np.cumsum(own_rows))[offsets]
+
+
 def test_a_budget_that_is_too_small_names_one_that_is_not(made: Path, tmp_path: Path) -> None:
     memory = 2**23
     for _ in range(10):

@@ -152,6 +152,15 @@ class HostService:
         except BudgetError as error:
             raise self._slots.whole(error) from error
 
+    def _told(self, step: Callable[..., _Got], *arguments: Any) -> _Got:
+        """The same of a step of the mode, which has shares of that memory."""
+
+        def within() -> _Got:
+            with self._mode.told_of_all():
+                return step(*arguments)
+
+        return self._whole(within)
+
     # Going through the epochs.
 
     def _go(self) -> None:
@@ -198,12 +207,12 @@ class HostService:
         batches: Generator[Batch] | None = None
         index = start.step * len(self._ranks)
         try:
-            batches = self._whole(self._from, start)
+            batches = self._told(self._from, start)
             while any(one.active for one in self._ranks):
                 self._between = index % len(self._ranks) == 0
                 if self._closing and self._between:
                     return
-                batch = self._whole(next, batches, None)
+                batch = self._told(next, batches, None)
                 if batch is None:
                     self._stands = start.epoch + 1
                     self._end_all("end")

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.errors import BudgetError, SourceError
-from featstore.hosts.split_store import HostsRows, reader_of
+from featstore.hosts.source import HostsRows
+from featstore.hosts.split_store import reader_of
 from featstore.loaders.online.budget import BESIDE_KEPT, DEPTH, BudgetSplit, Demand
 from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
 from featstore.loaders.online.options import check_extraction, static_rows

@@ -3,7 +3,8 @@
 
 Mini-batches of the store's own are kept until their turn as far as there is memory for them; those for which
 there is none are sampled again then. The steps go on from epoch to epoch. An epoch that does not follow on
-the one before begins anew.
+the one before begins anew. A mini-batch that cannot be sampled fails at its turn, and nothing beyond it is
+looked at in that epoch.
 """
 
 from __future__ import annotations
@@ -90,12 +91,14 @@ class Lookahead:
         self._steps: Iterator[dict[str, NDArray[np.int64]]] = iter(())
         self._kept: dict[int, tuple[Any, int]] = {}  # mini-batches by step, and their bytes
         self._room, self._step = kept_bytes, 0  # the step that was made last
+        self._stopped = False  # by a mini-batch that could not be sampled
 
     def epoch(self, number: int) -> Iterator[Any]:
         """The mini-batches to train on, each after those ahead of it have been looked at."""
         uses = self.ahead.uses
-        if number != self._next_epoch:
+        if number != self._next_epoch or self._stopped:
             uses.restart()
+            self._stopped = False
             self._begins, self._steps, self._step = {}, self._wanted(number), 0
             for step in list(self._kept):
                 self._taken(step)
@@ -104,12 +107,20 @@ class Lookahead:
         step = self._begins.get(number, 0)
         for batch in epoch_of(self.trained, number):
             self._step = step
-            while uses.added < step + uses.wanted_ahead and (wanted := next(self._steps, None)) is not None:
+            while uses.added < step + uses.wanted_ahead and (wanted := self._look()) is not None:
                 self.ahead.add(wanted)
             yield batch
             step += 1
         self._next_epoch = number + 1
         self._begins.pop(number - 1, None)
+
+    def _look(self) -> dict[str, NDArray[np.int64]] | None:
+        """What the next step wants; None where there is none, or where it failed."""
+        try:
+            return next(self._steps, None)
+        except Exception:
+            self._stopped = True  # and so are the steps
+            return None
 
     def sampled(self, number: int) -> Iterable[Any]:
         """This rank's mini-batches of an epoch, those sampled ahead that were kept, and others anew."""

@@ -13,7 +13,7 @@ from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
 
 if TYPE_CHECKING:
-    from featstore.hosts.split_store import HostsRows
+    from featstore.hosts.source import HostsRows
     from featstore.reader.reader import Reader
     from featstore.tiers.buffer import FeatureBuffer
     from featstore.tiers.device import DeviceBuffer

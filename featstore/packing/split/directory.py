@@ -117,12 +117,14 @@ def check_finished(
         )
 
 
-def remove_others(out: Path, found: dict[str, Standing], hosts: int, disk: Disk) -> None:
-    """Remove the parts of an earlier split of more hosts."""
+def remove_others(out: Path, found: dict[str, Standing], hosts: int, disk: Disk) -> bool:
+    """Remove the parts of an earlier split of more hosts; whether there were any."""
+    some = False
     for name in found:
         path = out / name
         if name == TOPOLOGY or int(name.partition("-")[2]) < hosts:
             continue
+        some = True
         with writer_lock(path):
             removed = remove_store(path, disk)
         if not removed or is_there(path):
@@ -131,3 +133,4 @@ def remove_others(out: Path, found: dict[str, Standing], hosts: int, disk: Disk)
                 "holds "
                 "what no split has made: remove it"
             )
+    return some

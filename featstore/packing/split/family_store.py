@@ -16,6 +16,7 @@ from featstore.packing.sources.base import FeatureSource
 from featstore.packing.split.plan import SplitPlan
 from featstore.packing.steps import table_entry, write_rows
 from featstore.reader.reader import Reader
+from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import (
     FAMILY_FEATURE,
     RELATIONS_FEATURE,
@@ -84,6 +85,8 @@ class FamilyStore:
         layout = TableLayout.choose(source.rows, source.row_bytes)
         entry = table_entry(base, layout, source.row_shape, source.dtype, order)
         write_rows_metadata(self.catalogue, entry, source.dtype)
+        if maps.row_of_source is not None:
+            self._begun_with(name, memory_bytes)
         report, progress = ValueReport(source.dtype, source.dtype), self.transaction.journal.table(name)
         with self.transaction.resuming():
             report.restore(progress.report)
@@ -101,6 +104,16 @@ class FamilyStore:
             catalogue_rows(self.catalogue, entry)
         statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
         return msgspec.structs.replace(entry, statistics=statistics)
+
+    def _begun_with(self, name: str, memory_bytes: int) -> None:
+        """A table's rows are put in order within this memory: of what was begun within another, nothing is
+        kept, as buckets would be others."""
+        tables = self.transaction.journal.state.tables
+        progress = self.transaction.journal.table(name)
+        if not progress.done and progress.memory_bytes not in (0, memory_bytes):
+            progress = tables[name] = TableProgress()
+        if not progress.done:
+            progress.memory_bytes = memory_bytes
 
     def order(
         self, name: str, method: str, parameters: dict[str, Any], offsets: NDArray[np.int64],

@@ -27,7 +27,8 @@ from featstore.packing.packing import pack
 from featstore.packing.progress import Progress
 from featstore.packing.request import Options, check_pack
 from featstore.packing.sources.base import FeatureSource, dtype_text
-from featstore.packing.split.directory import Standing, check_standing, standing
+from featstore.packing.split.checks import Joined, checked
+from featstore.packing.split.directory import Standing, check_place, check_standing, standing
 from featstore.packing.split.sources import RowChecksums
 from featstore.packing.split.split import SplitRequest
 from featstore.packing.steps import pack_fingerprint
@@ -39,7 +40,7 @@ from featstore.storage.store import OpenStore, Table
 
 __all__ = ["split_features"]
 
-_REPLACES = "replaces"
+_REPLACES, _MEMORY = "replaces", "memory"  # beside what the features and the order are made of
 
 
 @watched
@@ -89,7 +90,8 @@ def split_features(
         arrays, order, partitions, hubs, raw_dtype, shape, offset, key, columns: as :func:`featstore.pack`;
             ``order`` is not ``"permutation"``. Rows are not cast.
         resume: go on with an unfinished split in ``out``, of the same features, graph and options, as
-            ``out`` with ``.order.journal`` appended tells; not with one that replaces another.
+            ``out`` with ``.order.journal`` appended tells, and of rows that are what they were. With another
+            memory what was begun of the order, or of a part's rows, is made anew.
         overwrite: replace the split in ``out``, one store after the other.
         progress, disk: as :func:`featstore.split`.
 
@@ -115,18 +117,21 @@ def split_features(
         "memory": memory, "edge_ids": edge_ids,
     }  # fmt: skip
     journal = _journal(path, inputs, asked, options)
+    check_place(asked.place, path)
+    checked(asked, Joined.of_inputs(inputs))
     for text in inputs.warnings:
         warn(text)
-    _pack_order(path, inputs, asked, options | {"progress": asked.progress, "disk": disk}, journal)
-    try:
-        with OpenStore(path) as base:
-            asked.run(base)
-    except BaseException:
-        if not standing(asked.place):  # nothing was begun that could be gone on with
-            _remove(path, journal)
-        raise
-    if not _remove(path, journal):
-        warn(f"{path}, which has the order of the split, is not needed any more, but is read: remove it")
+    with asked.writing():  # from before the journal is written: it is of one who writes
+        _pack_order(path, inputs, asked, options | {"progress": asked.progress, "disk": disk}, journal)
+        try:
+            with OpenStore(path) as base:
+                asked.run(base)  # where all was written before, the order was left
+        except BaseException:
+            if not standing(asked.place):  # nothing was begun that could be gone on with
+                _remove(path, journal)
+            raise
+        if not _remove(path, journal):
+            warn(f"{path}, which has the order of the split, is not needed any more, but is read: remove it")
     return Path(as_path(out, "out"))
 
 
@@ -185,13 +190,14 @@ def _journal(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str,
     check_pack(asked_of_pack, inputs, resume=False, overwrite=False)
     options["edge_ids"] = asked_of_pack.edge_ids  # of PyG data, too, which the pack of the order does not see
     made_of = pack_fingerprint(inputs, asked_of_pack)
-    del made_of["memory"]  # the result does not depend on it
     return Journal(asked.disk or Disk(), path.with_name(f"{path.name}.journal"), State(made_of))
 
 
-def _check_standing(path: Path, asked: SplitRequest, journal: Journal, there: Mapping[str, Standing]) -> None:
-    """Raise StoreExistsError, IncompleteStoreError, SourceError where an earlier run left what cannot be gone
-    on with, or replaced."""
+def _before(
+    path: Path, asked: SplitRequest, journal: Journal, there: Mapping[str, Standing]
+) -> dict[str, Any] | None:  # fmt: skip
+    """What the run was made of that this one goes on with; None where it does not. Raises StoreExistsError,
+    IncompleteStoreError, SourceError where an earlier run left what cannot be gone on with, or replaced."""
     then = None
     if is_there(journal.path):
         try:
@@ -209,23 +215,21 @@ def _check_standing(path: Path, asked: SplitRequest, journal: Journal, there: Ma
             "or start anew with --overwrite"
         )
     if not asked.resume or not (there or is_there(path)):
-        return
+        return None
     if then is None:
         raise IncompleteStoreError(
             f"{journal.path}, which says what the split in {asked.place} is made of, is gone: the split was "
             "completed, or start anew with --overwrite"
         )
-    if then.state.fingerprint.pop(_REPLACES, None):
-        raise StoreExistsError(
-            f"the split in {asked.place} was replacing another when it was stopped, and parts of that one "
-            "may stand among its own: start anew with --overwrite"
-        )
-    then.check(journal.state.fingerprint)
+    made_of = then.state.fingerprint
+    beside = {name: made_of[name] for name in (_REPLACES, _MEMORY) if name in made_of}
+    then.check({**journal.state.fingerprint, **beside})
     if there and not is_there(path):
         raise IncompleteStoreError(
             f"{path}, which has the order of the split in {asked.place}, is gone: the split was completed, "
             "or start anew with --overwrite"
         )
+    return made_of
 
 
 def _pack_order(
@@ -243,8 +247,10 @@ def _pack_order(
                     f"{path} is needed for the order of the split, and holds another store, which is left "
                     "alone: give another out="
                 )
-    _check_standing(path, asked, journal, there)
-    ours, resume = is_there(journal.path), asked.resume and is_there(path)
+    before = _before(path, asked, journal, there)
+    ours, resume, overwrite = is_there(journal.path), asked.resume and is_there(path), asked.overwrite
+    if before is not None:
+        asked.replaces = bool(before.get(_REPLACES))
     if asked.resume and not there:
         asked.resume = False  # it was stopped before the first of its stores was begun
     if left and resume:
@@ -259,18 +265,21 @@ def _pack_order(
             values.setdefault(f"edge_{one.part}", {})[name] = one.source
     graphs = {inputs.types.get(name, name): one for name, one in inputs.graphs.items()}
     given = {"graph": graphs, "arrays": inputs.arrays, **values, **options}
-    if left and asked.overwrite:  # another generation would be another store
+    if left and overwrite:  # another generation would be another store
         if not _remove(path, journal):
             raise StoreExistsError(f"{path}, which has the order of an earlier split, is read: close it")
     elif is_there(path) and not ours:
         raise StoreExistsError(
             f"{path} is needed for the order of the split, and is taken: give another out="
         )
-    if asked.overwrite and there:
-        journal.state.fingerprint[_REPLACES] = sorted(there)
+    if (overwrite or asked.replaces) and there:
+        journal.state.fingerprint[_REPLACES] = True
+    if resume and before is not None and before.get(_MEMORY) != journal.state.fingerprint[_MEMORY]:
+        resume, overwrite = False, True  # how far a pack was is of its memory; the result is not
+        warn(f"the order in {path} is made anew: it was begun with another memory= (--memory)")
     journal.save()
     try:
-        pack(path, tables, resume=resume, overwrite=asked.overwrite, **given)
+        pack(path, tables, resume=resume, overwrite=overwrite, **given)
     except IncompleteStoreError:
         if not resume:
             raise

@@ -122,12 +122,14 @@ def write_part(
     for name, table in plan.store.tables.items():
         tables[name] = _own_rows(member, table, host)
     named: dict[str, list[tuple[NDArray[Any], NDArray[np.uint32]]]] = {}
+    halo_bytes = 0
     for name, graph in plan.store.graphs.items():
-        graphs[name], halo_ids, halo_uses = _own_lists(member, graph, host)
+        graphs[name], halo_ids, halo_uses = _own_lists(member, graph, host, halo_bytes)
         for what, values in ((HALO_IDS, halo_ids), (HALO_USES, halo_uses)):
             arrays[f"{name}.{what}"] = member.array(f"arrays/{name}.{what}", values)
-        named.setdefault(graph.source_table.name, []).append((halo_ids, halo_uses))
-    halo_bytes = sum(ids.nbytes + uses.nbytes for halos in named.values() for ids, uses in halos)
+        if plan.split_topology or plan.halo_disk is not None:
+            named.setdefault(graph.source_table.name, []).append((halo_ids, halo_uses))
+            halo_bytes += halo_ids.nbytes + halo_uses.nbytes
     for name, graph in plan.store.graphs.items() if plan.split_topology else ():
         own = [ids for ids, _ in named.get(graph.table.name, ())]
         plan.need(halo_bytes + 3 * sum(ids.nbytes for ids in own), f"hold the halo of {graph.table.name!r}")
@@ -135,8 +137,10 @@ def write_part(
         split[name], degrees = write_whole_lists(member, graph, host, halo, halo_bytes)
         arrays[f"{name}.{HALO_DEGREES}"] = member.array(f"arrays/{name}.{HALO_DEGREES}", degrees)
     named = {name: halos for name, halos in named.items() if name not in plan.store.featureless}
+    limits = plan.copies_bytes(host, {name: _distinct(plan, halos) for name, halos in named.items()})
     for name, halos in named.items() if plan.halo_disk is not None else ():
-        tables[f"{name}.{HALO}"], nodes = _copies(member, plan.store.tables[name], host, halos)
+        most = limits[name] // plan.row_bytes(plan.store.tables[name])
+        tables[f"{name}.{HALO}"], nodes = _copies(member, plan.store.tables[name], host, halos, most)
         arrays[f"{name}.{HALO_NODES}"] = member.array(f"arrays/{name}.{HALO_NODES}", nodes)
     featureless = plan.store.featureless
     member.commit(tables, graphs, arrays, plan.family(uuid, host, split), provenance, featureless)
@@ -146,12 +150,13 @@ def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
     plan, name = member.plan, table.name
     width, own = node_dtype(table.rows).itemsize, plan.rows_of(name, host)
     needed = table.rows * (2 + width) + own * (16 + 3 * width) + plan.reader_bytes(table)
-    needed += 0 if plan.sources is None else 8 * own + plan.sources[name].held_bytes
+    needed += 0 if plan.sources is None else 16 * own + plan.sources[name].held_bytes
     memory = plan.need(needed, f"find the rows of host {host} in table {name!r}")
     rows = np.flatnonzero(plan.host_of_row[name] == host)
     row_of_node, node_of_row = _local_maps(table, rows)
     order = member.order(
-        name, table.entry.order.method, dict(_BECAUSE), _own_partitions(table, rows),
+        name, table.entry.order.method, dict(_BECAUSE),
+        _own_partitions(table, rows, plan.partitions_of(table, host)),
         row_of_node=row_of_node, node_of_row=node_of_row,
         rows_by_degree=_own_by_degree(table, rows, plan.host_of_row[name], host),
     )  # fmt: skip
@@ -159,26 +164,49 @@ def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
         all_nodes = table.node_of_row()
         nodes = rows if all_nodes is None else np.sort(all_nodes[rows])
         del all_nodes
-        source, maps = NodesOfSource(plan.sources[name], nodes), RowMaps.of(row_of_node, node_of_row, None)
-        return member.table(name, source, order, maps, memory)
+        checksums = _checksums(member, table, rows)
+        if checksums is not None and row_of_node is not None:
+            checksums = checksums[row_of_node]
+        source = NodesOfSource(plan.sources[name], nodes, checksums)
+        return member.table(name, source, order, RowMaps.of(row_of_node, node_of_row, None), memory)
     del row_of_node
     with plan.reader(table) as reader:
         maps = RowMaps(node_of_source=node_of_row, node_of_row=node_of_row)
         return member.table(name, StoredRows(reader, table, rows), order, maps, memory)
 
 
+def _checksums(member: FamilyStore, table: Table, rows: NDArray[np.int64]) -> NDArray[np.uint32] | None:
+    """uint32 [rows], what the store of the order has of these rows; None where they have no features."""
+    if table.name in member.plan.store.featureless:
+        return None
+    found = np.empty(len(rows), np.uint32)
+    with member.plan.reader(table) as reader:
+        for low in range(0, len(rows), PASS_EDGES):
+            some = rows[low : low + PASS_EDGES]
+            reader.read(some, out=found[low : low + len(some)])
+    return found
+
+
+def _distinct(plan: SplitPlan, halos: list[tuple[NDArray[Any], NDArray[np.uint32]]]) -> int:
+    """How many nodes there are in halos of several graphs."""
+    if len(halos) == 1:
+        return len(halos[0][0])
+    plan.need(3 * sum(ids.nbytes + uses.nbytes for ids, uses in halos), "count the nodes of the halo")
+    return len(np.unique(np.concatenate([ids for ids, _ in halos])))
+
+
 def _copies(
-    member: FamilyStore, table: Table, host: int, halos: list[tuple[NDArray[Any], NDArray[np.uint32]]]
-) -> tuple[TableEntry, NDArray[Any]]:
-    """Rows of other hosts that the host's lists name most often, as many as it may have, in the store's
-    order; and the nodes that they are of."""
+    member: FamilyStore, table: Table, host: int, halos: list[tuple[NDArray[Any], NDArray[np.uint32]]],
+    most: int,
+) -> tuple[TableEntry, NDArray[Any]]:  # fmt: skip
+    """Rows of other hosts that the host's lists name most often, ``most`` at most, in the store's order; and
+    the nodes that they are of."""
     plan, name = member.plan, f"{table.name}.{HALO}"
     count = sum(len(ids) for ids, _ in halos)
-    needed = 48 * count + table.rows * node_dtype(table.rows).itemsize + plan.reader_bytes(table)
+    needed = 56 * count + table.rows * node_dtype(table.rows).itemsize + plan.reader_bytes(table)
     memory = plan.need(needed, f"find the halo of host {host} in table {table.name!r}")
     nodes, inverse_of = np.unique(np.concatenate([ids for ids, _ in halos]), return_inverse=True)
     uses = np.bincount(inverse_of, np.concatenate([uses for _, uses in halos]), len(nodes))
-    most = plan.copies_bytes(table, host) // plan.row_bytes(table)
     kept = nodes[np.lexsort((nodes, -uses))[:most]]  # ties by node id
     row_of_node = table.row_of_node()
     rows = np.sort(kept if row_of_node is None else row_of_node[kept]).astype(np.int64)
@@ -189,7 +217,9 @@ def _copies(
     del node_of_row
     if plan.sources is not None:
         place = np.argsort(own)  # of the copies in the order in which the source has them
-        source = NodesOfSource(plan.sources[table.name], own[place])
+        checksums = _checksums(member, table, rows)
+        checksums = None if checksums is None else checksums[place]
+        source = NodesOfSource(plan.sources[table.name], own[place], checksums)
         entry = member.table(name, source, order, in_order_of(place), memory)
     else:
         with plan.reader(table) as reader:
@@ -206,10 +236,12 @@ def _local_maps(table: Table, rows: NDArray[np.int64]) -> tuple[NDArray[Any] | N
     return row_of_node, inverse(row_of_node)
 
 
-def _own_partitions(table: Table, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where partitions begin among a host's ``rows``, those without any left out."""
-    offsets = np.unique(np.searchsorted(rows, table.partition_offsets))
-    return offsets.astype(np.int64) if len(offsets) > 1 else np.array([0, len(rows)], np.int64)
+def _own_partitions(
+    table: Table, rows: NDArray[np.int64], kept: NDArray[np.bool_]
+) -> NDArray[np.int64]:  # fmt: skip
+    """Where the partitions that are ``kept`` begin among a host's ``rows``, and end at last."""
+    begins = np.searchsorted(rows, table.partition_offsets[:-1][kept])
+    return np.append(begins if len(begins) else 0, len(rows)).astype(np.int64)
 
 
 def _own_by_degree(
@@ -223,15 +255,17 @@ def _own_by_degree(
 
 
 def _own_lists(
-    member: FamilyStore, graph: StoredGraph, host: int
+    member: FamilyStore, graph: StoredGraph, host: int, beside_bytes: int
 ) -> tuple[GraphEntry, NDArray[Any], NDArray[np.uint32]]:
-    """(the graph among a host's rows, ids of the nodes of others that its lists name, how often)."""
+    """(the graph among a host's rows, ids of the nodes of others that its lists name, how often);
+    ``beside_bytes``: what else is in memory."""
     plan, lists = member.plan, member.plan.store.table(f"{graph.name}/sources")
     total, own = graph.table.rows, plan.rows_of(graph.table.name, host)
     others, remote = graph.source_table.rows, plan.remote_edges[graph.name][host]
     own_sources = plan.rows_of(graph.source_table.name, host)
     dtype, base = node_dtype(own_sources), f"graphs/{graph.name}"
     needed = others * (4 + 2 * node_dtype(others).itemsize) + total + (own + own_sources) * 24
+    needed += beside_bytes
     needed += 0 if graph.source_table is graph.table else total * node_dtype(own).itemsize
     plan.need(
         needed + 20 * min(others - own_sources, remote) + plan.lists_bytes(graph) + plan.values_bytes(graph),

@@ -120,14 +120,30 @@ class SplitPlan:
         first = self.first_rows(table)
         return first[host + 1] - first[host]
 
-    def copies_bytes(self, table: Table, host: int) -> int:
-        """How many bytes of copies of other hosts' rows a host may have, of one table."""
+    def partitions_of(self, table: Table, host: int) -> NDArray[np.bool_]:
+        """bool [partitions], those of which a host has rows; of types that edges join, and that were
+        partitioned together, of any of these: partition p of each belongs together."""
+        count = len(table.partition_offsets)
+        together = self.joined() if self.store.edge_types else []
+        together = [one for one in together if len(one.partition_offsets) == count]
+        found = np.zeros(count - 1, bool)
+        for one in together if table in together else [table]:
+            own = self.rows_of(one.name, host)
+            self.need(one.rows + 16 * own, f"find the partitions of host {host} in table {one.name!r}")
+            rows = np.flatnonzero(self.host_of_row[one.name] == host)
+            found |= np.diff(np.searchsorted(rows, one.partition_offsets)) > 0
+        return found
+
+    def copies_bytes(self, host: int, wanted: Mapping[str, int]) -> dict[str, int]:
+        """By table, how many bytes of copies of other hosts' rows a host may have, of so many ``wanted``
+        rows: where not all have room, each table has as much of the room as of what is wanted."""
         if self.halo_disk is None:
-            return 0
-        others = table.rows - self.rows_of(table.name, host)
-        row_bytes = self.row_bytes(table)
-        own = self.rows_of(table.name, host) * row_bytes
-        return min(others * row_bytes, multiple_bytes(self.halo_disk, own, "halo_disk"))
+            return dict.fromkeys(wanted, 0)
+        row_bytes = {name: self.row_bytes(self.store.tables[name]) for name in wanted}
+        own = sum(self.rows_of(name, host) * row_bytes[name] for name in wanted)
+        needed = {name: count * row_bytes[name] for name, count in wanted.items()}
+        limit, total = multiple_bytes(self.halo_disk, own, "halo_disk"), sum(needed.values())
+        return needed if total <= limit else {name: limit * one // total for name, one in needed.items()}
 
     def family(
         self, uuid: str | None = None, host: int | None = None,

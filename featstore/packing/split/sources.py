@@ -20,13 +20,16 @@ _READ_BYTES = 4 << 20
 
 class NodesOfSource(FeatureSource):
     """The rows of some nodes of a source, int64 [rows], ascending: it is passed over, and the others are left
-    out."""
+    out. ``checksums`` uint32 [rows]: the CRC-32C of each as it was when the order was made, where that is
+    known."""
 
-    def __init__(self, source: FeatureSource, nodes: NDArray[Any]) -> None:
+    def __init__(
+        self, source: FeatureSource, nodes: NDArray[Any], checksums: NDArray[np.uint32] | None
+    ) -> None:
         super().__init__(
             source.name, len(nodes), source.row_shape, source.dtype, held_bytes=source.held_bytes
         )
-        self._source, self._nodes = source, nodes
+        self._source, self._nodes, self._checksums = source, nodes, checksums
 
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
         if start == len(self._nodes):
@@ -35,13 +38,28 @@ class NodesOfSource(FeatureSource):
         for block in self._source.blocks(low, block_rows):
             end = int(np.searchsorted(self._nodes, low + len(block)))
             if end > start:
-                yield block[self._nodes[start:end] - low]
+                rows = np.ascontiguousarray(block[self._nodes[start:end] - low])
+                self._check(rows, start)
+                yield rows
             start, low = end, low + len(block)
             if start == len(self._nodes):
                 return
         raise SourceError(
             f"{self.name}: ended after {low:,} rows; it changed during the split or was not copied whole"
         )
+
+    def _check(self, rows: NDArray[Any], start: int) -> None:
+        """Raise SourceError for a row that is another than when the order was made."""
+        if self._checksums is None:
+            return
+        found = np.empty(len(rows), np.uint32)
+        checksum_rows(address_of(rows), self.row_bytes, found)
+        wrong = np.flatnonzero(found != self._checksums[start : start + len(rows)])
+        if len(wrong):
+            raise SourceError(
+                f"{self.name}: the row of node {self._nodes[start + wrong[0]]:,} is not what it was when the "
+                "split was begun: parts of other features are another split; start anew with --overwrite"
+            )
 
     def fingerprint(self) -> dict[str, str | int]:
         return self._source.fingerprint()

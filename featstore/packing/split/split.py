@@ -11,23 +11,22 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from featstore.arguments import as_callback, as_count, as_flag, as_path, known_name
+from featstore.arguments import as_callback, as_count, as_flag, as_path
 from featstore.base.folders import real_path
 from featstore.base.progress import watched
 from featstore.base.warning import warn
-from featstore.errors import ArgumentError, BudgetError, SourceError, StoreExistsError
-from featstore.packing.inputs import node_mask
+from featstore.errors import ArgumentError, BudgetError, StoreExistsError
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import with_slack, without_slack
 from featstore.packing.sources.base import FeatureSource
+from featstore.packing.split.checks import Joined, check_store, checked
 from featstore.packing.split.directory import (
     Standing,
     check_finished,
@@ -43,14 +42,9 @@ from featstore.storage.disk import Disk
 from featstore.storage.generations import writing
 from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import (
-    HALO,
-    HALO_DEGREES,
-    HALO_IDS,
-    HALO_USES,
     HOSTS_MAX,
     TOPOLOGY,
     FamilyEntry,
-    check_name,
 )
 from featstore.storage.relations import graph_of_rows
 from featstore.storage.store import OpenStore, Table, as_store
@@ -107,7 +101,8 @@ def split_store(
         seed: of the partitioners, below 2**31. Equal stores, options and seed give equal bytes, whatever the
             memory and the cores.
         halo_disk: limit on copies of other hosts' rows in each part, bytes, a size, or a multiple of the
-            part's own rows, ``"2x"``: of the halo, those that the lists name most often. They are a table
+            part's own rows, ``"2x"``: of the halo, those that the lists name most often. The limit is of all
+            types of nodes together: each has as much of it as of what the lists name. Copies are a table
             ``TABLE.halo``, and the array ``TABLE.halo_nodes`` has their node ids. None by default.
         split_topology: each part has the lists of its own nodes, whole, with the numbers, weights and times
             of their edges, and the topology none, but for each node the number of its host: nothing else
@@ -117,8 +112,8 @@ def split_store(
             40 bytes a node of the largest table, or of all that edge types join (8 more for each table of
             edges that leads to it, and 8), features never whole. A BudgetError names what the step that
             failed needs; a later one may need more, and ``resume`` goes on with any memory.
-        resume: go on with an unfinished split in ``out``, of the same store and options; parts that are
-            finished are left as they are.
+        resume: go on with an unfinished split in ``out``, of the same store and options, also with one that
+            replaces another; parts that are finished are left as they are.
         overwrite: replace the split in ``out``, one store after the other.
         progress: called now and then with a :class:`featstore.packing.progress.Progress`, from any thread;
             True for a line on standard error, see :func:`featstore.pack`.
@@ -135,14 +130,20 @@ def split_store(
     with ExitStack() as opened:
         if not isinstance(store, OpenStore):
             store = opened.enter_context(OpenStore(as_path(store, "store")))
-        asked.run(as_store(store))
+        check_place(asked.place, real_path(as_store(store).path))
+        with asked.writing():
+            if not asked.run(as_store(store)):
+                raise StoreExistsError(
+                    f"there is nothing to resume in {asked.place}: its split was completed"
+                )
     return Path(out)
 
 
 @dataclass
 class SplitRequest:
     """What is asked of a split, as :func:`split_store` takes it, looked at. ``sources``: where rows come
-    from, if not from the store; ``beside``: what else parts are made by."""
+    from, if not from the store; ``beside``: what else parts are made by. ``replaces``: what is gone on with
+    was to replace another split."""
 
     hosts: int
     out: str | os.PathLike[str]
@@ -157,6 +158,7 @@ class SplitRequest:
     disk: Disk | None
     sources: Mapping[str, FeatureSource] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
+    replaces: bool = False
 
     def __post_init__(self) -> None:
         self.hosts = as_count(self.hosts, "hosts", 1, HOSTS_MAX)
@@ -170,19 +172,23 @@ class SplitRequest:
         if self.halo_disk is not None:
             multiple_bytes(self.halo_disk, 0, "halo_disk")
 
-    def run(self, base: OpenStore) -> None:
-        """Split a store."""
-        _check_store(base, self.hosts, self.halo_disk is not None, self.split_topology)
-        check_place(self.place, real_path(base.path))
+    def writing(self) -> AbstractContextManager[None]:
+        """Be the only one who writes what is asked for."""
+        return writing(self.place, self.disk or Disk())
+
+    def run(self, base: OpenStore) -> bool:
+        """Split a store, within :meth:`writing`. Whether anything was left to write."""
+        check_store(base, copies=self.halo_disk is not None, split_topology=self.split_topology)
+        train = checked(self, Joined.of(base))
         plan = SplitPlan(
-            base, self.hosts, _training(base, self.train), self.seed, without_slack(self.budget),
+            base, self.hosts, train, self.seed, without_slack(self.budget),
             PackStages(self.progress), halo_disk=self.halo_disk, split_topology=self.split_topology,
             sources=self.sources,
         )  # fmt: skip
         found = standing(self.place)
         check_standing(self.place, found, resume=self.resume, overwrite=self.overwrite)
         try:
-            _Split(plan, self, found).run()
+            written = _Split(plan, self, found).run()
         except BudgetError as error:
             raise BudgetError(with_slack(error.needed_bytes), self.budget, error.what) from None
         for text in plan.warnings:
@@ -192,76 +198,7 @@ class SplitRequest:
                 f"the keys of {', '.join(map(repr, base.manifest.keys))} are not in the stores of the split, "
                 f"which have the same node ids: keep {base.path}, and look keys up there"
             )
-
-
-def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: bool) -> None:
-    manifest = store.manifest
-    if manifest.family is not None:
-        raise SourceError(f"{store.path} is of a split itself; split the store that it came from")
-    if manifest.compiled is not None:
-        raise SourceError(f"{store.path} is a compiled trace; split the store that it was compiled for")
-    for graph in store.graphs.values():
-        for what in (HALO_IDS, HALO_USES, *([HALO_DEGREES] if split_topology else [])):
-            check_name(f"{graph.name}.{what}", "array", SourceError)
-        if graph.edge_type is None and graph.table.rows < hosts:
-            raise ArgumentError(
-                f"hosts must be at most the {graph.table.rows:,} nodes of table {graph.table.name!r}, not "
-                f"{hosts:,}"
-            )
-    for name in {graph.source_table.name for graph in store.graphs.values()} if copies else ():
-        check_name(f"{name}.{HALO}", "table", SourceError)
-        if f"{name}.{HALO}" in store.tables:
-            raise SourceError(
-                f"halo_disk= makes a table {name}.{HALO}, and {store.path} has one of that name"
-            )
-    if copies and not store.graphs:
-        raise ArgumentError("halo_disk= keeps copies of the halo, and the store has no graph: leave it out")
-    if split_topology:
-        _check_split_topology(store)
-    nodes = store.node_types if store.edge_types else store.tables
-    most = max((store.tables[name].rows for name in nodes), default=0)
-    if most < hosts:
-        raise ArgumentError(
-            f"hosts must be at most the {most:,} rows of the largest table, or some have none, not {hosts:,}"
-        )
-
-
-def _check_split_topology(store: OpenStore) -> None:
-    if not store.graphs:
-        raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
-
-
-def _training(store: OpenStore, train: Any) -> dict[str, NDArray[np.bool_]]:
-    """Masks of the training nodes, by table."""
-    if train is None:
-        return {}
-    graphs = store.graphs.values()
-    dealt = sorted({end.name for graph in graphs for end in (graph.table, graph.source_table)})
-    if not isinstance(train, Mapping):
-        if isinstance(train, str) and store.edge_types:  # of the type that it is named after
-            dealt = [train.partition(".")[0]] if train.partition(".")[0] in dealt else dealt
-        if len(dealt) > 1:
-            raise ArgumentError(
-                f"train must say whose nodes they are, as {{{dealt[0]!r}: ...}}: there are graphs over "
-                f"{', '.join(map(repr, dealt))}"
-            )
-        train = dict.fromkeys(dealt, train)
-    found = {}
-    for name, given in train.items():
-        known_name(name, store.tables, "train= is given for a table, but the store has no table")
-        if name not in dealt:
-            raise ArgumentError(
-                f"train= is given for table {name!r}, which has no graph and is dealt out in equal runs of "
-                "ids"
-            )
-        found[name] = node_mask(
-            store.arrays[given] if isinstance(given, str) else given, store.tables[name].rows
-        )
-    if not found:
-        raise ArgumentError(
-            "train= is given, and no table has a graph: all are dealt out in equal runs of ids"
-        )
-    return found
+        return written
 
 
 class _Split:
@@ -270,6 +207,8 @@ class _Split:
     def __init__(self, plan: SplitPlan, asked: SplitRequest, found: dict[str, Standing]) -> None:
         self._plan, self._out, self._found, self._disk = plan, asked.place, found, asked.disk or Disk()
         self._resume, self._overwrite = asked.resume, asked.overwrite
+        self._replaces = asked.replaces
+        self._written = False
         trained = {
             name: [int(np.count_nonzero(mask)), zlib.crc32(np.packbits(mask).tobytes())]
             for name, mask in plan.train.items()
@@ -285,26 +224,15 @@ class _Split:
             self._asked["edges"] = "beside their targets"
         self._asked |= asked.beside
 
-    def run(self) -> None:
-        self._check_others()
-        with writing(self._out, self._disk):
-            topology = self._topology()
-            hosts = range(self._plan.hosts)
-            done = [self._part(host, topology) for host in hosts]
-            if self._resume and not any(done):
-                raise StoreExistsError(f"there is nothing to resume in {self._out}: its split was completed")
-            if self._overwrite:
-                remove_others(self._out, self._found, self._plan.hosts, self._disk)
-
-    def _check_others(self) -> None:
-        """Raise StoreExistsError where an earlier split, to be gone on with, was of more hosts."""
-        for name in self._found if self._resume else ():
-            if name != TOPOLOGY and int(name.partition("-")[2]) >= self._plan.hosts:
-                raise StoreExistsError(
-                    f"{self._out} holds {name!r}, so its split was not of {self._plan.hosts} hosts: give "
-                    "the same "
-                    "number, or start anew with --overwrite"
-                )
+    def run(self) -> bool:
+        """Write what is not there; whether there was any of it."""
+        topology = self._topology()
+        # What is of another family than the topology that was there is what an interrupted split replaces.
+        self._replaces |= self._overwrite or TOPOLOGY in self._found
+        for host in range(self._plan.hosts):
+            self._part(host, topology)
+        removed = self._replaces and remove_others(self._out, self._found, self._plan.hosts, self._disk)
+        return self._written or removed
 
     def _finished(self, name: str) -> FamilyEntry | None:
         """The family of a store that is to be left as it is."""
@@ -315,14 +243,19 @@ class _Split:
         """The uuid of the topology, which is written unless it is there."""
         plan, path = self._plan, self._out / TOPOLOGY
         finished = self._finished(TOPOLOGY)
+        wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {})
+        if finished is not None:
+            try:
+                check_finished(path, finished, wanted, None, self._asked)
+            except StoreExistsError:
+                if not self._replaces:
+                    raise
+                finished = None
         if finished is None:
             fingerprint = {"base": plan.store.uuid, "hosts": plan.hosts, **self._asked}
             rows = sum(table.rows for table in plan.store.tables.values())
             needed = 2 * rows if plan.split_topology else 16 * rows + self._graph_bytes
             self._write(TOPOLOGY, fingerprint, needed, self._write_topology)
-        else:
-            wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {})
-            check_finished(path, finished, wanted, None, self._asked)
         with OpenStore(path) as topology:
             if finished is not None:
                 plan.read_hosts(topology)
@@ -332,18 +265,19 @@ class _Split:
         self._plan.assign(transaction.generation.spill)
         write_topology_store(self._plan, transaction, self._provenance())
 
-    def _part(self, host: int, topology: str) -> bool:
-        """Write a part unless it is there; whether it was written."""
+    def _part(self, host: int, topology: str) -> None:
+        """Write a part unless it is there."""
         plan, name = self._plan, member_name(host)
         finished = self._finished(name)
-        if finished is not None:
-            wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {}, topology, host)
+        wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {}, topology, host)
+        if finished is not None and not (self._replaces and finished.uuid != topology):
             check_finished(self._out / name, finished, wanted, topology)
-            return False
+            return
         tables = plan.store.tables.values()
         needed = sum(self._rows_bytes(table, host) for table in tables)
-        named = {graph.source_table for graph in plan.store.graphs.values()}
-        needed += sum(plan.copies_bytes(table, host) for table in named)
+        named = {graph.source_table.name for graph in plan.store.graphs.values()} - {*plan.store.featureless}
+        others = {name: plan.store.tables[name].rows - plan.rows_of(name, host) for name in sorted(named)}
+        needed += sum(plan.copies_bytes(host, others).values())
         copies = 2 if plan.split_topology else 1  # of lists: among its rows, and whole
         needed += copies * self._graph_bytes // plan.hosts
         fingerprint = {"topology": topology, "host": host}
@@ -351,7 +285,6 @@ class _Split:
             name, fingerprint, needed,
             lambda transaction: write_part(plan, transaction, host, topology, self._provenance()),
         )  # fmt: skip
-        return True
 
     def _rows_bytes(self, table: Table, host: int) -> int:
         """Disk for a host's rows of a table, and for a while as much again where they go through a spill."""
@@ -382,8 +315,9 @@ class _Split:
             there_bytes = transaction.bytes_there(transaction.generation.directory) if resume else 0
             transaction.check_space(max(0, needed_bytes - there_bytes) + _DISK_SLACK_BYTES)
             write(transaction)
+        self._written = True
 
 
 def _worth(progress: TableProgress, error: BaseException) -> bool:
     """What took time stays for ``--resume``."""
-    return bool(progress.written_bytes or progress.done)
+    return bool(progress.spill_bytes or progress.written_bytes or progress.done)
