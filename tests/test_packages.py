@@ -58,7 +58,8 @@ PYTHONS = pythons()
 
 def run(words: list[str], cwd: Path, path: Path | None = None) -> str:
     paths = [ROOT / "tests" / "children", *([] if path is None else [path])]  # and nothing else of here
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    # (what is tried is whether all is there, for which kernels need not be fast)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "NUMBA_OPT": "0"}
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

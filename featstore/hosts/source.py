@@ -170,7 +170,7 @@ class HostsRows(HostsSource):
         self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies],
         reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
     ) -> None:  # fmt: skip
-        asked = [name for name in owners if name in reader.tables]  # which a halo is of
+        asked = [name for name in reader.tables if name in owners]  # which a halo is of
         self._peers = PeersSource(store, owners, exchange, asked)
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
         self.halo = None if halo is None else halo.over(below, halo_memory)

@@ -31,8 +31,8 @@ class LoaderOptions(TypedDict, total=False):
         graph: with ``seeds``: the name of the graph, where the store has several.
         replace, disjoint, subgraph_type, temporal_strategy: with ``seeds``: how neighbours are drawn, and
             what comes out, as of PyG's loader: :class:`featstore.sampling.options.SamplingOptions` has them,
-            as ``subgraph`` and ``temporal``. In mode partitions these and the next ones are for stores with
-            edge types, and what is in memory is sampled.
+            as ``subgraph`` and ``temporal``. In mode partitions what is in memory is sampled, by weights and
+            times that graphs keep.
         weight_attr: with ``seeds``: ``"weights"`` for those that the graph keeps; or the name of an array in
             the store with a weight for each edge, by the numbers that edges were packed with: then the graph
             is held in memory.

@@ -34,7 +34,9 @@ from featstore.errors import (
     SourceError,
 )
 from featstore.hosts import messages as ms
+from featstore.hosts.asks import RowsAsk
 from featstore.hosts.exchange import Exchange
+from featstore.hosts.line import HostLine
 from featstore.hosts.owners import Owners
 from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
 from featstore.testing import ArraySource, check_source
@@ -453,6 +455,44 @@ def test_loaders_of_other_options_are_found(store: featstore.Store, arrays: dict
         for error in each(made[:2], ask_for_all):
             assert isinstance(error, PeerError)
             assert "of other options" in str(error)
+
+
+def test_nothing_is_said_after_the_end(
+    store: featstore.Store, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a host asks for nothing more is told before it ends, however slowly: or the others would wait."""
+    with hosts(store, arrays, 2) as (made, _):
+        line, say = made[0].exchange.lines[1], HostLine.say
+
+        def slowly(one: HostLine, message: Any) -> None:
+            if one is line and message.kind == ms.Kind.BYE:
+                line._wake.set()
+                time.sleep(0.3)
+            say(one, message)
+
+        monkeypatch.setattr(HostLine, "say", slowly)
+        ends = [threading.Thread(target=host.exchange.close, daemon=True) for host in made[::-1]]
+        ends[0].start()
+        while not line.bye_heard:
+            time.sleep(0.01)
+        ends[1].start()
+        for one in ends:
+            one.join(SECONDS)
+            assert not one.is_alive()
+
+
+def test_an_answer_that_has_no_room_is_told(
+    store: featstore.Store, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To who waits for it, too."""
+
+    def no_room(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with hosts(store, arrays, 2) as (made, _):
+        monkeypatch.setattr(RowsAsk, "_put", no_room)
+        with pytest.raises(MemoryError, match="no room"):
+            made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
 
 
 def test_an_error_of_many_words_arrives_shorter(

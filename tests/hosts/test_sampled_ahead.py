@@ -5,6 +5,7 @@ Hosts are threads, as in ``test_split_topology.py``."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_split_topology import each, graph_of, hosts, split
 
-from featstore.errors import OF_STORE, BudgetError
+from featstore.errors import OF_STORE, BudgetError, FeatstoreError
 from featstore.loaders import samplers as samplers_module
 from featstore.loaders.shares import MemoryShares
 from featstore.sampling.batches import SampledBatches
@@ -102,6 +103,63 @@ def test_they_are_the_same_and_sampled_once(
     if plan is PLANS[0]:  # all but the first, before which nothing was looked at, were sampled once
         trained = sum(len(epoch) for host in kept for epoch in host)
         assert sum(many) - sum(few) == trained - HOSTS, (few, many)
+
+
+@pytest.mark.parametrize("kind", ["whole", "split"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_mini_batch_that_fails_does_so_at_its_turn(
+    folder: Path, kind: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before it are handed out, and an epoch is whole in which it is not."""
+    plainly, bad = SampledBatches.__getitem__, (1, 4)
+
+    def failing(self: Any, index: Any) -> Any:
+        if (self.epoch, index) == bad:
+            raise BudgetError(2, 1, "sample this one")
+        return plainly(self, index)
+
+    def train(store: Any) -> list[int]:
+        options: dict[str, Any] = {"rank": store.place.host, "world_size": HOSTS, "memory": "32MiB"}
+        found = []
+        with store.loader(
+            seeds=np.arange(NODES), fanouts=(3, 2), batch_size=8, halo="256KiB", **options
+        ) as loader:
+            for epoch in (0, 1, 2):
+                loader.set_epoch(epoch)
+                found.append(0)
+                try:
+                    for _ in loader:
+                        found[-1] += 1
+                except BudgetError as error:
+                    assert epoch == bad[0]
+                    assert "sample this one" in str(error)
+        return found
+
+    monkeypatch.setattr(SampledBatches, "__getitem__", failing)
+    monkeypatch.setattr(samplers_module, "AHEAD_FROM", 1 << (20 if keeps else 40))
+    with hosts(folder / kind, HOSTS, memory="24MiB") as (stores, _):
+        whole = NODES // 8 // HOSTS
+        assert each(stores, train) == [[whole, bad[1], whole]] * HOSTS
+
+
+def test_a_loader_that_failed_on_one_host_is_made_again(folder: Path) -> None:
+    """There alone: hosts count those that were made."""
+
+    def train(store: Any) -> Any:
+        options: dict[str, Any] = {"rank": store.place.host, "world_size": HOSTS, "memory": "32MiB"}
+        options |= {"seeds": np.arange(NODES), "fanouts": (3, 2), "batch_size": 8}
+        if store.place.host == 1:
+            with pytest.raises(FeatstoreError, match="nothing"):
+                store.loader(warm="nothing", **options)
+        with store.loader(**options) as loader:
+            for _ in range(20):
+                for batch in loader:
+                    del batch
+                time.sleep(0.01)
+
+    with hosts(folder / "whole", HOSTS, memory="24MiB") as (stores, _):
+        for found in each(stores, train):
+            assert found is None, found
 
 
 def test_what_has_no_room_is_sampled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Readers over several hosts: of some tables, with copies on the host's own disk, and when they are closed.
+
+Hosts are threads, as in ``test_split_topology.py``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_split_topology import each, graph_of, hosts, split
+
+import featstore
+from featstore.errors import BudgetError, FeatstoreError, IdError
+from featstore.hosts import messages as ms
+from featstore.hosts.copies import DiskCopies
+
+NODES, HOSTS = 400, 2
+TABLES = {
+    "x": np.arange(5 * NODES, dtype=np.float32).reshape(NODES, 5), "y": np.arange(NODES, dtype=np.int64),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
+    made = tmp_path_factory.mktemp("readers-of-hosts")
+    graphs = {"x": graph_of(NODES, 5, 3)}
+    with pack(
+        made / "s", TABLES, graph=graphs, order={"x": "ldg", "y": "given"}, partitions={"x": 8}
+    ) as store:
+        split(store, HOSTS, made / "plain", split_topology=False)
+        split(store, HOSTS, made / "copies", split_topology=False, halo_disk="10x")
+    return made
+
+
+@pytest.mark.parametrize("tiers", [(), (featstore.Buffer("lru"),), (featstore.Static(),)], ids=str)
+@pytest.mark.parametrize("tables", [["x"], ["y"], ["y", "x"]], ids=str)
+def test_a_reader_is_of_the_tables_that_were_asked_for(folder: Path, tables: list[str], tiers: Any) -> None:
+    """Of one alone ids need no name; a table that was not asked for is none."""
+    if tiers and isinstance(tiers[0], featstore.Static):
+        tiers = (featstore.Static({tables[0]: np.arange(9)}),)
+
+    def read(store: Any) -> None:
+        with store.reader(tables=tables, tiers=list(tiers), memory="16MiB") as reader:
+            assert reader.tables == tables
+            ids = np.arange(NODES)[::-3]
+            given = ids if len(tables) == 1 else dict.fromkeys(tables, ids)
+            found = reader.read(given)
+            found = {tables[0]: found} if len(tables) == 1 else found
+            for name in tables:
+                np.testing.assert_array_equal(found[name], TABLES[name][ids])
+            for other in TABLES.keys() - set(tables):
+                with pytest.raises(FeatstoreError, match=f"no table '{other}'|{other}"):
+                    reader.read({other: ids})
+            with pytest.raises(IdError):
+                reader.read(np.array([NODES]) if len(tables) == 1 else {tables[0]: np.array([NODES])})
+
+    with hosts(folder / "plain", HOSTS) as (stores, _):
+        for error in each(stores, read):
+            assert error is None, error
+
+
+def test_rows_of_others_are_there_when_a_reader_is_closed(folder: Path) -> None:
+    """What was submitted is whole then, and nothing is written after."""
+
+    def slow(source: int, to: int, number: int, data: np.ndarray) -> np.ndarray:
+        if ms.parse_header(data).kind == ms.Kind.ROWS:
+            time.sleep(0.3)
+        return data
+
+    with hosts(folder / "plain", HOSTS, meddle=slow) as (stores, _):
+        out = np.zeros_like(TABLES["x"])
+        with stores[0].reader(tables=["x"], memory="16MiB") as reader:
+            request = reader.submit(np.arange(NODES), out=out)
+            assert not request.done()
+        assert request.done()
+        np.testing.assert_array_equal(out, TABLES["x"])
+
+
+def test_copies_are_read_by_their_own_host_alone(folder: Path) -> None:
+    """The reader that serves others has the tables that are served, and keeps rows of some."""
+    with hosts(folder / "copies", HOSTS) as (stores, _):
+        for store in stores:
+            assert store.copies["x"].rows > 20
+            assert store._serving.tables == ["x", "y"]
+            (plan,) = store._serving.plan({"x": np.arange(store.part.tables["x"].rows)}).tables
+            assert sum(plan.hits.values()) > 0
+
+
+def test_what_putting_copies_in_order_takes_is_of_the_budget(folder: Path, monkeypatch: Any) -> None:
+    """And not held beside what serves: they are put in order first."""
+    monkeypatch.setattr(DiskCopies, "opening_bytes", staticmethod(lambda rows: rows << 16))
+    with hosts(folder / "plain", HOSTS, memory="8MiB"):
+        pass
+    with (
+        pytest.raises(BudgetError, match="know the owners") as raised,
+        hosts(folder / "copies", HOSTS, memory="8MiB"),
+    ):
+        pass
+    needed = raised.value.needed_bytes
+    assert needed > 20 << 16
+    with hosts(folder / "copies", HOSTS, memory=f"{2 * needed}") as (stores, _):
+        assert sum(stores[0].memory().values()) <= 2 * needed
