@@ -823,7 +823,7 @@ assert [batch.n_id.tolist() for batch in loader] == expected
 assert all(one in expected for one in seen.values())
 loader.close()
 left = [t for t in threading.enumerate() if "featstore" in t.name and "closer" not in t.name]
-# (one that was interrupted in Thread.start may have ended before it began, and is listed for good: Python 3.11)
+# (one that was interrupted in Thread.start may end before it began, and is listed for good: Python 3.11)
 left = [t.name for t in left if t.is_alive()]
 assert not left, left
 print("interrupted" if interrupted else "never", flush=True)
