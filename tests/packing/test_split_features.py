@@ -308,17 +308,36 @@ def test_a_file_that_was_written_anew_is_not_gone_on_with(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("at", ["topology", "hosts", "host-0: features", "host-1: features"])
-def test_what_replaces_another_goes_on(tmp_path: Path, at: str) -> None:
-    """Wherever it was stopped, also where features alone are new."""
+def test_what_was_replacing_another_is_not_gone_on_with(tmp_path: Path, at: str) -> None:
+    """Wherever it was stopped, also where features alone are new, or nothing is."""
     out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
     given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
     featstore.split_features(x, 2, out, **given)
     other = x.copy()
     other[NODES // 2 :] += 1
     interrupted(out, at, features=other, overwrite=True, **given)
-    featstore.split_features(other, 2, out, resume=True, **given)
+    with pytest.raises(StoreExistsError, match="was replacing another"):
+        featstore.split_features(other, 2, out, resume=True, **given)
+    featstore.split_features(other, 2, out, overwrite=True, **given)
     check_rows(out, other)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_records_with_padding_are_split_as_they_are(tmp_path: Path) -> None:
+    """What lies between their fields, too."""
+    dtype = np.dtype([("a", "<i2"), ("b", "<f8")], align=True)
+    raw = np.random.default_rng(0).integers(0, 255, NODES * dtype.itemsize, np.uint8)
+    rows = raw.view(dtype)
+    rows["b"] = np.random.default_rng(1).standard_normal(NODES)
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg", "halo_disk": "1x"}
+    featstore.split_features(rows, 2, tmp_path / "out", **given)
+    for host in range(2):
+        with featstore.open(tmp_path / "out" / f"host-{host}") as part:
+            topology = featstore.open(tmp_path / "out" / "topology")
+            owned = rows_of(topology, "features") == host
+            topology.close()
+            mine = raw.reshape(NODES, -1)[owned].tobytes()
+            assert rows_of(part, "features").tobytes() == mine
 
 
 def check_rows(out: Path, features: np.ndarray) -> None:
@@ -439,8 +458,9 @@ def test_what_cannot_be_is_told_before_anything_is_read(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_order_that_is_not_needed_any_more_is_removed(tmp_path: Path) -> None:
-    """Where it was stopped after the last part."""
+@pytest.mark.parametrize("removing", [False, True])
+def test_an_order_that_is_not_needed_any_more_is_removed(tmp_path: Path, removing: bool) -> None:
+    """Where it was stopped after the last part, or while the order was being removed."""
     out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
     given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
     with pytest.MonkeyPatch.context() as patch:
@@ -448,7 +468,12 @@ def test_an_order_that_is_not_needed_any_more_is_removed(tmp_path: Path) -> None
         with pytest.raises(ZeroDivisionError):
             featstore.split_features(x, 2, out, **given)
     assert (tmp_path / "out.order").exists()
-    featstore.split_features(x, 2, out, resume=True, **given)
+    if removing:
+        (tmp_path / "out.order" / "featstore.json").unlink()
+        with pytest.raises(StoreExistsError, match="its split was completed"):
+            featstore.split_features(x, 2, out, resume=True, **given)
+    else:
+        featstore.split_features(x, 2, out, resume=True, **given)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     check_rows(out, x)
 

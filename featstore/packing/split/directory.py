@@ -24,10 +24,12 @@ _MEMBER = re.compile(r"topology|host-(?:0|[1-9][0-9]{0,4})")
 
 @dataclass(frozen=True)
 class Standing:
-    """A store of a family as it stands: of which family it is, committed, and whether one is unfinished."""
+    """A store of a family as it stands: of which family it is, committed, whether one is unfinished, and the
+    uuid of what is committed."""
 
     family: FamilyEntry | None
     unfinished: bool
+    uuid: str = ""
 
 
 def member_name(host: int) -> str:
@@ -77,7 +79,7 @@ def _standing(path: Path) -> Standing | None:
     if family is None or not own:
         raise _foreign(path, "its store is another one")
     journals = [n for n in known if n != committed.generation and path / f"{n}.journal" in known[n]]
-    return Standing(family, bool(journals))
+    return Standing(family, bool(journals), committed.uuid)
 
 
 def _foreign(path: Path, why: str) -> StoreExistsError:
@@ -117,14 +119,12 @@ def check_finished(
         )
 
 
-def remove_others(out: Path, found: dict[str, Standing], hosts: int, disk: Disk) -> bool:
-    """Remove the parts of an earlier split of more hosts; whether there were any."""
-    some = False
+def remove_others(out: Path, found: dict[str, Standing], hosts: int, disk: Disk) -> None:
+    """Remove the parts of an earlier split of more hosts."""
     for name in found:
         path = out / name
         if name == TOPOLOGY or int(name.partition("-")[2]) < hosts:
             continue
-        some = True
         with writer_lock(path):
             removed = remove_store(path, disk)
         if not removed or is_there(path):
@@ -133,4 +133,3 @@ def remove_others(out: Path, found: dict[str, Standing], hosts: int, disk: Disk)
                 "holds "
                 "what no split has made: remove it"
             )
-    return some

@@ -16,6 +16,7 @@ from featstore.packing.sources.base import FeatureSource
 from featstore.packing.split.plan import SplitPlan
 from featstore.packing.steps import table_entry, write_rows
 from featstore.reader.reader import Reader
+from featstore.storage.belongings import SPILL
 from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import (
     FAMILY_FEATURE,
@@ -112,6 +113,7 @@ class FamilyStore:
         progress = self.transaction.journal.table(name)
         if not progress.done and progress.memory_bytes not in (0, memory_bytes):
             progress = tables[name] = TableProgress()
+            self.transaction.disk.rmtree(self.generation.spill, SPILL)  # of this table: those before are done
         if not progress.done:
             progress.memory_bytes = memory_bytes
 

@@ -28,19 +28,25 @@ from featstore.packing.progress import Progress
 from featstore.packing.request import Options, check_pack
 from featstore.packing.sources.base import FeatureSource, dtype_text
 from featstore.packing.split.checks import Joined, checked
-from featstore.packing.split.directory import Standing, check_place, check_standing, standing
+from featstore.packing.split.directory import (
+    Standing,
+    check_place,
+    check_standing,
+    member_name,
+    standing,
+)
 from featstore.packing.split.sources import RowChecksums
 from featstore.packing.split.split import SplitRequest
 from featstore.packing.steps import pack_fingerprint
 from featstore.storage.disk import Disk
-from featstore.storage.generations import remove_store, writer_lock
+from featstore.storage.generations import collect, remove_store, writer_lock
 from featstore.storage.journal import Journal, State
-from featstore.storage.manifest import MANIFEST_NAME
+from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY
 from featstore.storage.store import OpenStore, Table
 
 __all__ = ["split_features"]
 
-_REPLACES, _MEMORY = "replaces", "memory"  # beside what the features and the order are made of
+_REPLACES, _MEMORY = "replaces", "memory"
 
 
 @watched
@@ -90,8 +96,9 @@ def split_features(
         arrays, order, partitions, hubs, raw_dtype, shape, offset, key, columns: as :func:`featstore.pack`;
             ``order`` is not ``"permutation"``. Rows are not cast.
         resume: go on with an unfinished split in ``out``, of the same features, graph and options, as
-            ``out`` with ``.order.journal`` appended tells, and of rows that are what they were. With another
-            memory what was begun of the order, or of a part's rows, is made anew.
+            ``out`` with ``.order.journal`` appended tells, and of rows that are what they were; not with one
+            that replaces another. With another memory what was begun of the order, or of a part's rows, is
+            made anew.
         overwrite: replace the split in ``out``, one store after the other.
         progress, disk: as :func:`featstore.split`.
 
@@ -222,8 +229,12 @@ def _before(
             "completed, or start anew with --overwrite"
         )
     made_of = then.state.fingerprint
-    beside = {name: made_of[name] for name in (_REPLACES, _MEMORY) if name in made_of}
-    then.check({**journal.state.fingerprint, **beside})
+    if made_of.get(_REPLACES):
+        raise StoreExistsError(
+            f"the split in {asked.place} was replacing another when it was stopped, and parts of that one "
+            "may stand among its own: start anew with --overwrite"
+        )
+    then.check({**journal.state.fingerprint, _MEMORY: made_of.get(_MEMORY)})
     if there and not is_there(path):
         raise IncompleteStoreError(
             f"{path}, which has the order of the split in {asked.place}, is gone: the split was completed, "
@@ -248,9 +259,10 @@ def _pack_order(
                     "alone: give another out="
                 )
     before = _before(path, asked, journal, there)
-    ours, resume, overwrite = is_there(journal.path), asked.resume and is_there(path), asked.overwrite
-    if before is not None:
-        asked.replaces = bool(before.get(_REPLACES))
+    ours, resume = is_there(journal.path), asked.resume and is_there(path)
+    if resume and not left and _complete(asked, there):
+        _remove(path, journal)  # it was stopped while that was being removed
+        raise StoreExistsError(f"there is nothing to resume in {asked.place}: its split was completed")
     if asked.resume and not there:
         asked.resume = False  # it was stopped before the first of its stores was begun
     if left and resume:
@@ -265,21 +277,23 @@ def _pack_order(
             values.setdefault(f"edge_{one.part}", {})[name] = one.source
     graphs = {inputs.types.get(name, name): one for name, one in inputs.graphs.items()}
     given = {"graph": graphs, "arrays": inputs.arrays, **values, **options}
-    if left and overwrite:  # another generation would be another store
+    if left and asked.overwrite:  # another generation would be another store
         if not _remove(path, journal):
             raise StoreExistsError(f"{path}, which has the order of an earlier split, is read: close it")
     elif is_there(path) and not ours:
         raise StoreExistsError(
             f"{path} is needed for the order of the split, and is taken: give another out="
         )
-    if (overwrite or asked.replaces) and there:
-        journal.state.fingerprint[_REPLACES] = True
+    if asked.overwrite and there:
+        journal.state.fingerprint[_REPLACES] = sorted(there)
     if resume and before is not None and before.get(_MEMORY) != journal.state.fingerprint[_MEMORY]:
-        resume, overwrite = False, True  # how far a pack was is of its memory; the result is not
         warn(f"the order in {path} is made anew: it was begun with another memory= (--memory)")
+        with writer_lock(path):  # how far it was is of its memory
+            collect(path, journal.disk, unfinished=True)
+        resume = False
     journal.save()
     try:
-        pack(path, tables, resume=resume, overwrite=overwrite, **given)
+        pack(path, tables, resume=resume, overwrite=asked.overwrite, **given)
     except IncompleteStoreError:
         if not resume:
             raise
@@ -287,6 +301,15 @@ def _pack_order(
     finally:
         if not is_there(path):
             journal.remove()
+
+
+def _complete(asked: SplitRequest, there: Mapping[str, Standing]) -> bool:
+    """Whether all stores of a split of so many hosts are there, of one family, and none is unfinished."""
+    names = {TOPOLOGY, *map(member_name, range(asked.hosts))}
+    if there.keys() != names or any(one.unfinished or one.family is None for one in there.values()):
+        return False
+    of = {one.family.uuid for one in there.values() if one.family is not None and one.family.uuid}
+    return of == {there[TOPOLOGY].uuid}
 
 
 def _remove(path: Path, journal: Journal) -> bool:

@@ -137,10 +137,14 @@ def write_part(
         split[name], degrees = write_whole_lists(member, graph, host, halo, halo_bytes)
         arrays[f"{name}.{HALO_DEGREES}"] = member.array(f"arrays/{name}.{HALO_DEGREES}", degrees)
     named = {name: halos for name, halos in named.items() if name not in plan.store.featureless}
-    limits = plan.copies_bytes(host, {name: _distinct(plan, halos) for name, halos in named.items()})
-    for name, halos in named.items() if plan.halo_disk is not None else ():
+    named = named if plan.halo_disk is not None else {}
+    wanted = {name: _distinct(plan, halos, halo_bytes) for name, halos in named.items()}
+    limits = plan.copies_bytes(host, wanted)
+    for name, halos in named.items():
         most = limits[name] // plan.row_bytes(plan.store.tables[name])
-        tables[f"{name}.{HALO}"], nodes = _copies(member, plan.store.tables[name], host, halos, most)
+        tables[f"{name}.{HALO}"], nodes = _copies(
+            member, plan.store.tables[name], host, halos, most, halo_bytes
+        )
         arrays[f"{name}.{HALO_NODES}"] = member.array(f"arrays/{name}.{HALO_NODES}", nodes)
     featureless = plan.store.featureless
     member.commit(tables, graphs, arrays, plan.family(uuid, host, split), provenance, featureless)
@@ -187,23 +191,27 @@ def _checksums(member: FamilyStore, table: Table, rows: NDArray[np.int64]) -> ND
     return found
 
 
-def _distinct(plan: SplitPlan, halos: list[tuple[NDArray[Any], NDArray[np.uint32]]]) -> int:
+def _distinct(
+    plan: SplitPlan, halos: list[tuple[NDArray[Any], NDArray[np.uint32]]], beside_bytes: int
+) -> int:  # fmt: skip
     """How many nodes there are in halos of several graphs."""
     if len(halos) == 1:
         return len(halos[0][0])
-    plan.need(3 * sum(ids.nbytes + uses.nbytes for ids, uses in halos), "count the nodes of the halo")
+    plan.need(3 * sum(ids.nbytes for ids, _ in halos) + beside_bytes, "count the nodes of the halo")
     return len(np.unique(np.concatenate([ids for ids, _ in halos])))
 
 
 def _copies(
     member: FamilyStore, table: Table, host: int, halos: list[tuple[NDArray[Any], NDArray[np.uint32]]],
-    most: int,
+    most: int, beside_bytes: int,
 ) -> tuple[TableEntry, NDArray[Any]]:  # fmt: skip
     """Rows of other hosts that the host's lists name most often, ``most`` at most, in the store's order; and
-    the nodes that they are of."""
+    the nodes that they are of. ``beside_bytes``: what else is in memory."""
     plan, name = member.plan, f"{table.name}.{HALO}"
     count = sum(len(ids) for ids, _ in halos)
-    needed = 56 * count + table.rows * node_dtype(table.rows).itemsize + plan.reader_bytes(table)
+    needed = (
+        beside_bytes + 56 * count + table.rows * node_dtype(table.rows).itemsize + plan.reader_bytes(table)
+    )
     memory = plan.need(needed, f"find the halo of host {host} in table {table.name!r}")
     nodes, inverse_of = np.unique(np.concatenate([ids for ids, _ in halos]), return_inverse=True)
     uses = np.bincount(inverse_of, np.concatenate([uses for _, uses in halos]), len(nodes))

@@ -38,9 +38,11 @@ class NodesOfSource(FeatureSource):
         for block in self._source.blocks(low, block_rows):
             end = int(np.searchsorted(self._nodes, low + len(block)))
             if end > start:
-                rows = np.ascontiguousarray(block[self._nodes[start:end] - low])
-                self._check(rows, start)
-                yield rows
+                # as bytes: of records that are taken by numbers, what lies between their fields is left out
+                raw = np.ascontiguousarray(block).reshape(-1).view(np.uint8).reshape(-1, self.row_bytes)
+                some = raw[self._nodes[start:end] - low]
+                self._check(some, start)
+                yield some.reshape(-1).view(self.dtype).reshape(end - start, *self.row_shape)
             start, low = end, low + len(block)
             if start == len(self._nodes):
                 return
@@ -48,8 +50,8 @@ class NodesOfSource(FeatureSource):
             f"{self.name}: ended after {low:,} rows; it changed during the split or was not copied whole"
         )
 
-    def _check(self, rows: NDArray[Any], start: int) -> None:
-        """Raise SourceError for a row that is another than when the order was made."""
+    def _check(self, rows: NDArray[np.uint8], start: int) -> None:
+        """Raise SourceError for a row, [n, row_bytes], that is another than when the order was made."""
         if self._checksums is None:
             return
         found = np.empty(len(rows), np.uint32)

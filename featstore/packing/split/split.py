@@ -112,8 +112,8 @@ def split_store(
             40 bytes a node of the largest table, or of all that edge types join (8 more for each table of
             edges that leads to it, and 8), features never whole. A BudgetError names what the step that
             failed needs; a later one may need more, and ``resume`` goes on with any memory.
-        resume: go on with an unfinished split in ``out``, of the same store and options, also with one that
-            replaces another; parts that are finished are left as they are.
+        resume: go on with an unfinished split in ``out``, of the same store and options, but not with one
+            that was replacing another; parts that are finished are left as they are.
         overwrite: replace the split in ``out``, one store after the other.
         progress: called now and then with a :class:`featstore.packing.progress.Progress`, from any thread;
             True for a line on standard error, see :func:`featstore.pack`.
@@ -142,8 +142,7 @@ def split_store(
 @dataclass
 class SplitRequest:
     """What is asked of a split, as :func:`split_store` takes it, looked at. ``sources``: where rows come
-    from, if not from the store; ``beside``: what else parts are made by. ``replaces``: what is gone on with
-    was to replace another split."""
+    from, if not from the store; ``beside``: what else parts are made by."""
 
     hosts: int
     out: str | os.PathLike[str]
@@ -158,7 +157,6 @@ class SplitRequest:
     disk: Disk | None
     sources: Mapping[str, FeatureSource] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
-    replaces: bool = False
 
     def __post_init__(self) -> None:
         self.hosts = as_count(self.hosts, "hosts", 1, HOSTS_MAX)
@@ -207,7 +205,6 @@ class _Split:
     def __init__(self, plan: SplitPlan, asked: SplitRequest, found: dict[str, Standing]) -> None:
         self._plan, self._out, self._found, self._disk = plan, asked.place, found, asked.disk or Disk()
         self._resume, self._overwrite = asked.resume, asked.overwrite
-        self._replaces = asked.replaces
         self._written = False
         trained = {
             name: [int(np.count_nonzero(mask)), zlib.crc32(np.packbits(mask).tobytes())]
@@ -222,17 +219,37 @@ class _Split:
             self._asked["values"] = True  # in parts, too
         if any(graph_of_rows(plan.store, name) for name in plan.store.tables):
             self._asked["edges"] = "beside their targets"
+        if plan.store.edge_types:
+            self._asked["types"] = "of partitions together, and of one limit of copies"
         self._asked |= asked.beside
 
     def run(self) -> bool:
         """Write what is not there; whether there was any of it."""
+        if self._resume:
+            self._check_others()
         topology = self._topology()
-        # What is of another family than the topology that was there is what an interrupted split replaces.
-        self._replaces |= self._overwrite or TOPOLOGY in self._found
         for host in range(self._plan.hosts):
             self._part(host, topology)
-        removed = self._replaces and remove_others(self._out, self._found, self._plan.hosts, self._disk)
-        return self._written or removed
+        if self._overwrite:
+            remove_others(self._out, self._found, self._plan.hosts, self._disk)
+        return self._written
+
+    def _check_others(self) -> None:
+        """Raise StoreExistsError where what is there is not of one split, that can be gone on with."""
+        for name in self._found:
+            if name != TOPOLOGY and int(name.partition("-")[2]) >= self._plan.hosts:
+                raise StoreExistsError(
+                    f"{self._out} holds {name!r}, so its split was not of {self._plan.hosts} hosts: give "
+                    "the same number, or start anew with --overwrite"
+                )
+        topology = self._found.get(TOPOLOGY)
+        whole = "" if topology is None or topology.unfinished else topology.uuid
+        for name, there in self._found.items():
+            if name != TOPOLOGY and whole and there.family is not None and there.family.uuid != whole:
+                raise StoreExistsError(
+                    f"{self._out / name} is of another split than the topology beside it, which was to "
+                    "replace that when it was stopped: start anew with --overwrite"
+                )
 
     def _finished(self, name: str) -> FamilyEntry | None:
         """The family of a store that is to be left as it is."""
@@ -245,13 +262,8 @@ class _Split:
         finished = self._finished(TOPOLOGY)
         wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {})
         if finished is not None:
-            try:
-                check_finished(path, finished, wanted, None, self._asked)
-            except StoreExistsError:
-                if not self._replaces:
-                    raise
-                finished = None
-        if finished is None:
+            check_finished(path, finished, wanted, None, self._asked)
+        else:
             fingerprint = {"base": plan.store.uuid, "hosts": plan.hosts, **self._asked}
             rows = sum(table.rows for table in plan.store.tables.values())
             needed = 2 * rows if plan.split_topology else 16 * rows + self._graph_bytes
@@ -270,7 +282,7 @@ class _Split:
         plan, name = self._plan, member_name(host)
         finished = self._finished(name)
         wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {}, topology, host)
-        if finished is not None and not (self._replaces and finished.uuid != topology):
+        if finished is not None:
             check_finished(self._out / name, finished, wanted, topology)
             return
         tables = plan.store.tables.values()
@@ -312,7 +324,8 @@ class _Split:
             ) as transaction,
         ):
             transaction.start(fingerprint)
-            there_bytes = transaction.bytes_there(transaction.generation.directory) if resume else 0
+            made = transaction.generation
+            there_bytes = transaction.bytes_there(made.directory, made.spill) if resume else 0
             transaction.check_space(max(0, needed_bytes - there_bytes) + _DISK_SLACK_BYTES)
             write(transaction)
         self._written = True
