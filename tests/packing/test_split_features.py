@@ -323,8 +323,8 @@ def test_what_was_replacing_another_is_not_gone_on_with(tmp_path: Path, at: str)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_records_with_padding_are_split_as_they_are(tmp_path: Path) -> None:
-    """What lies between their fields, too."""
+def test_records_with_padding_are_split(tmp_path: Path) -> None:
+    """Whatever lies between their fields: it is no other row."""
     dtype = np.dtype([("a", "<i2"), ("b", "<f8")], align=True)
     raw = np.random.default_rng(0).integers(0, 255, NODES * dtype.itemsize, np.uint8)
     rows = raw.view(dtype)
@@ -336,8 +336,7 @@ def test_records_with_padding_are_split_as_they_are(tmp_path: Path) -> None:
             topology = featstore.open(tmp_path / "out" / "topology")
             owned = rows_of(topology, "features") == host
             topology.close()
-            mine = raw.reshape(NODES, -1)[owned].tobytes()
-            assert rows_of(part, "features").tobytes() == mine
+            assert (rows_of(part, "features") == rows[owned]).all()
 
 
 def check_rows(out: Path, features: np.ndarray) -> None:
