@@ -107,7 +107,7 @@ def test_runs(reader: Reader, on_disk: np.ndarray, runs: Runs) -> None:
     np.testing.assert_array_equal(reader.submit_runs(np.array(runs, np.int32)).result(20), found)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(runs=runs_of(ROWS))
 def test_random_runs(reader: Reader, on_disk: np.ndarray, runs: Runs) -> None:
     np.testing.assert_array_equal(reader.read_runs(runs), wanted(on_disk, runs))
@@ -419,7 +419,7 @@ def layouts(draw: st.DrawFn) -> TableLayout:
     return TableLayout.choose(rows, row_bytes, draw(st.sampled_from([4096, 16_384, 2**20])))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(layout=layouts(), limit=st.sampled_from([4096, 5000, 8192, 20_480, 2**20]), data=st.data())
 def test_plans_read_every_wanted_byte_once(layout: TableLayout, limit: int, data: st.DataObject) -> None:
     runs = np.array(data.draw(runs_of(layout.rows)), np.int64).reshape(-1, 2)
@@ -450,7 +450,7 @@ def test_plans_read_every_wanted_byte_once(layout: TableLayout, limit: int, data
     assert plan.bytes_read == int(plan.pages.sum()) * PAGE_BYTES
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(layout=layouts(), limit=st.sampled_from([4096, 8192, 20_480, 2**20]), data=st.data())
 def test_plans_do_not_read_in_small_pieces(layout: TableLayout, limit: int, data: st.DataObject) -> None:
     """The twin of one run: cut at the ends of files, and within a file at multiples of the longest read."""

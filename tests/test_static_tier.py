@@ -34,7 +34,7 @@ def index(table_rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(sets())
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_set_bits(case: tuple[int, np.ndarray, np.random.Generator]) -> None:
     table_rows, members, _ = case
     bits, ranks = index(table_rows)

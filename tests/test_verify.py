@@ -496,7 +496,7 @@ def test_zarr_metadata_of_a_graph(store: Path, path: str) -> None:
     assert found(verify(store)) == [("metadata", path)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_numbers_are_taken_as_numpy_takes_them(clean: Path, data: st.DataObject) -> None:
     with featstore.open(clean) as opened:

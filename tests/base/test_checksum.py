@@ -68,7 +68,7 @@ def random_bytes(count: int, seed: int) -> np.ndarray:
 
 
 @given(count=st.integers(0, 5 * PAGE), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_pages_match_google_crc32c(count: int, seed: int) -> None:
     data = random_bytes(count, seed)
     assert crc_pages(data).tolist() == twin(data.tobytes())
@@ -111,7 +111,7 @@ def test_each_byte_of_a_page_counts_where_it_stands(way: str) -> None:
 
 
 @given(following=st.integers(-(2**63), 2**63 - 1), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_the_page_that_follows_need_not_be_there(following: int, seed: int) -> None:
     data = random_bytes(PAGE, seed)
     assert [_by_default(address_of(data), following)] == twin(data.tobytes())
@@ -140,7 +140,7 @@ def test_what_numba_is_told_not_to_compile_is_not_used(asked: dict[str, str]) ->
 
 
 @given(count=st.integers(0, 700), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_checksums_of_rows_match_google_crc32c(count: int, seed: int) -> None:
     data = random_bytes(max(count, 1), seed)
     expected = google_crc32c.value(data[:count].tobytes())

@@ -83,7 +83,7 @@ def test_types_that_packages_add_would_come_back_as_bytes(dtype: np.dtype) -> No
 
 
 @given(hnp.array_dtypes() | hnp.scalar_dtypes())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_any_numpy_dtype_goes_there_and_back_or_is_refused(dtype: np.dtype) -> None:
     try:
         name = dtype_name(dtype)

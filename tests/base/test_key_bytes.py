@@ -48,7 +48,7 @@ def forms(keys: list[Any]) -> list[Any]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(TEXTS | NUMBERS.filter(len))
 def test_all_forms_are_the_same_keys(keys: list[Any]) -> None:
     for form in forms(keys):

@@ -37,7 +37,7 @@ def some_members(rng: np.random.Generator, size: int) -> list[int]:
 
 
 @given(generators(), st.integers(1, 60), sizes)
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_words_of_lists(rng: np.random.Generator, table_rows: int, size: int) -> None:
     bits = size.bit_length()
     batches = min(size, 30)
@@ -77,7 +77,7 @@ def test_keys_order_as_lists_do(rng: np.random.Generator, size: int) -> None:
 
 
 @given(generators(), st.integers(1, 300), sizes)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_taking_rows_leaves_zeros(rng: np.random.Generator, table_rows: int, size: int) -> None:
     bits = size.bit_length()
     rows = np.flatnonzero(rng.random(table_rows) < 0.5)
@@ -92,7 +92,7 @@ def test_taking_rows_leaves_zeros(rng: np.random.Generator, table_rows: int, siz
 
 
 @given(generators(), st.integers(0, 2000), st.sampled_from([0, 3, 8, 20, 62, 64]))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_sorting_a_block(rng: np.random.Generator, n: int, varied_bits: int) -> None:
     low, high = sorted(rng.integers(0, n + 1, 2).tolist())
     top_bit = int(rng.integers(varied_bits, 65))
@@ -113,7 +113,7 @@ def test_sorting_a_block(rng: np.random.Generator, n: int, varied_bits: int) -> 
 
 
 @given(generators(), st.integers(0, 500), sizes)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_blocks(rng: np.random.Generator, n: int, size: int) -> None:
     bits = size.bit_length()
     keys = np.array(
@@ -143,7 +143,7 @@ def test_blocks(rng: np.random.Generator, n: int, size: int) -> None:
     dtype=st.sampled_from([np.int32, np.int64]),
     apart=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_a_group_and_its_region(
     rng: np.random.Generator, table_rows: int, batches: int, dtype: type, apart: bool,
     tmp_path_factory: pytest.TempPathFactory,

@@ -76,7 +76,7 @@ def choice_twin(placement: Placement, row: int, count: int) -> int:
 
 
 @given(generators(), st.integers(1, 9).flatmap(placements), st.integers(0, 100))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_decisions(rng: np.random.Generator, placement: Placement, n: int) -> None:
     rows, counts = rng.integers(0, 2**40, n), rng.integers(1, 13, n).astype(np.uint16)
     expected = [choice_twin(placement, row, count) for row, count in zip(rows.tolist(), counts.tolist())]
@@ -92,7 +92,7 @@ def test_decisions(rng: np.random.Generator, placement: Placement, n: int) -> No
     size=st.integers(1, 12),
     data=st.data(),
 )
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_classes_are_counted(
     rng: np.random.Generator, table_rows: int, batches: int, size: int, data: st.DataObject,
     tmp_path_factory: pytest.TempPathFactory,
@@ -118,7 +118,7 @@ def test_classes_are_counted(
 
 
 @given(generators(), st.integers(1, 200), st.integers(1, 6))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_counting_kernels(rng: np.random.Generator, table_rows: int, batches: int) -> None:
     lists = [np.flatnonzero(rng.random(table_rows) < 0.4) for _ in range(batches)]
     counts = np.zeros(table_rows, np.uint16)
@@ -139,7 +139,7 @@ def test_counting_kernels(rng: np.random.Generator, table_rows: int, batches: in
 
 
 @given(generators(), st.integers(1, 300))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_parting_a_list(rng: np.random.Generator, table_rows: int) -> None:
     rows = np.flatnonzero(rng.random(table_rows) < 0.7)
     choices = rng.integers(0, 3, len(rows)).astype(np.uint8)
@@ -208,7 +208,7 @@ def forecast_twin(
     rng=generators(), table_rows=st.integers(1, 300), batches=st.integers(1, 10),
     row_bytes=st.sampled_from([1, 40, 512, 6000]), placement=st.integers(1, 10).flatmap(placements),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_forecasts_are_the_planners(
     rng: np.random.Generator, table_rows: int, batches: int, row_bytes: int, placement: Placement,
     tmp_path_factory: pytest.TempPathFactory,
@@ -228,7 +228,7 @@ def test_forecasts_are_the_planners(
     row_bytes=st.sampled_from([1, 100, 512, 5000]), share=st.floats(0, 1.1),
     exact_ids=st.sampled_from([0, 1 << 17]),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_the_limit_holds_and_counts_are_exact(
     rng: np.random.Generator, table_rows: int, batches: int, row_bytes: int, share: float, exact_ids: int,
     tmp_path_factory: pytest.TempPathFactory,
@@ -388,7 +388,7 @@ def test_the_paper_takes_the_smallest_group_that_fits(tmp_path: Path) -> None:
 
 
 @given(generators(), st.integers(1, 100), st.integers(1, 10))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_minhash(
     tmp_path_factory: pytest.TempPathFactory, rng: np.random.Generator, table_rows: int, batches: int
 ) -> None:

@@ -100,13 +100,13 @@ def fewest_misses(trace: list[list[int]], capacity: int) -> int:
     trace=st.lists(st.lists(st.integers(0, 5), unique=True, max_size=3), min_size=1, max_size=6),
     capacity=st.integers(0, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_no_content_of_memory_misses_fewer_rows_than_min(trace: list[list[int]], capacity: int) -> None:
     assert misses_of_min(trace, capacity) == fewest_misses(trace, capacity)
 
 
 @given(trace=traces, capacity=st.integers(0, ROWS))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_slots_hold_what_the_schedule_says_round_after_round(
     trace: list[list[int]], capacity: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -140,7 +140,7 @@ def test_slots_hold_what_the_schedule_says_round_after_round(
 
 
 @given(trace=traces, capacity=st.integers(0, ROWS), capacities=st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_shorter_first_round_misses_about_as_little(
     trace: list[list[int]], capacity: int, capacities: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_shorter_first_round_misses_about_as_little(
 
 
 @given(trace=traces, capacity=st.integers(0, ROWS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_the_fixed_set_is_the_best_of_its_size(
     trace: list[list[int]], capacity: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

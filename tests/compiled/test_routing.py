@@ -19,7 +19,7 @@ BASE, PACKED = -1, -2
     wide=st.booleans(),
     bits=st.integers(5, 56),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_rows_are_parted_as_plain_python_does(
     seed: int, count: int, packed: bool, identity: bool, wide: bool, bits: int
 ) -> None:

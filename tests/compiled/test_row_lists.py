@@ -24,7 +24,7 @@ def written(path: Path, lists: list[list[int]], dtype: type, backward: bool = Fa
     return writer.finish()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     lists=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=20), min_size=1, max_size=8),
     dtype=st.sampled_from([np.int32, np.int64]),

@@ -37,7 +37,7 @@ rows_by_class = st.lists(st.sampled_from([0, 1, 7, 100, 3000]), min_size=1, max_
 
 
 @given(generators(), rows_by_class, st.floats(0, 1.2), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_no_choice_of_places_is_better(
     rng: np.random.Generator, rows: list[int], share: float, leave_base: bool
 ) -> None:
@@ -72,7 +72,7 @@ def test_no_choice_of_places_is_better(
 
 
 @given(generators(), rows_by_class)
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_the_limit_is_used_up(rng: np.random.Generator, rows: list[int]) -> None:
     """Where every row saves by being packed, less than one split step of a class is left over."""
     tally = tally_of(rows, rng)

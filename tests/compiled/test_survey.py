@@ -57,7 +57,7 @@ def mixed_twin(word: int) -> int:
 
 
 @given(st.integers(1, 300), st.integers(0, 2**62), st.floats(0, 1))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_drawn_rows(table_rows: int, salt: int, share: float) -> None:
     below = int(share * 2**32)
     bitmap = np.zeros(-(-table_rows // 64), np.uint64)
@@ -75,7 +75,7 @@ def test_all_rows_are_drawn_or_about_the_share() -> None:
 
 
 @given(generators(), st.integers(1, 300))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_pairs_of_marked_rows(rng: np.random.Generator, table_rows: int) -> None:
     marked, ids = (
         rng.permutation(table_rows)[: table_rows // 3],
@@ -98,7 +98,7 @@ def test_rows_that_are_not_there_are_refused(row: int) -> None:
 
 
 @given(generators(), st.integers(1, 200), st.integers(1, 20))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_lists_by_row(rng: np.random.Generator, table_rows: int, batches: int) -> None:
     lists = lists_at_random(rng, table_rows, batches)
     expected_rows = np.unique(np.concatenate(lists)).astype(int)
@@ -194,7 +194,7 @@ def test_probes_spread_and_stand_for_all_blocks() -> None:
 
 
 @given(generators(), st.integers(1, 200), st.integers(1, 30))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_what_a_probe_sees(rng: np.random.Generator, table_rows: int, batches: int) -> None:
     lists = lists_at_random(rng, table_rows, batches)
     probe = int(rng.integers(batches))
@@ -218,7 +218,7 @@ def test_what_a_probe_sees(rng: np.random.Generator, table_rows: int, batches: i
 
 
 @given(generators(), st.integers(0, 300), st.sampled_from([1, 40, 512, 4096, 6000]))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_reads_are_those_of_the_planner(rng: np.random.Generator, n: int, row_bytes: int) -> None:
     rows = np.sort(rng.choice(3000, n, replace=False))
     classes = rng.integers(1, 5, n)

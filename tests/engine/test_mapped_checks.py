@@ -137,7 +137,7 @@ _STEPS = st.one_of(
 
 
 @given(steps=st.lists(_STEPS, max_size=25))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_wrong_row_is_given(table: Table, steps: list[tuple[str, object]]) -> None:
     """A model: each page is right or wrong on the device."""
     for step, value in steps:

@@ -59,7 +59,7 @@ def halos(rng: np.random.Generator, size: int) -> Halo:
     return Halo(ids, rng.integers(0, 9, size))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**30), size=st.integers(0, 60), share=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
     gamma=st.sampled_from([0.5, 0.95, 0.995]), delta=st.sampled_from([1, 2, 5]),

@@ -49,7 +49,7 @@ def as_stream(epoch: int) -> Iterator[np.ndarray]:
 @given(
     count=st.integers(0, 12), world=st.integers(1, 5), over=st.integers(0, 6), drop_last=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_streams_and_sequences_are_divided_alike(count: int, world: int, over: int, drop_last: bool) -> None:
     shares: dict[str, list[list[int]]] = {}
     for kind, make in (("list", list), ("stream", iter)):

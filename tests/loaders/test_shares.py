@@ -23,7 +23,7 @@ def shares(draw: st.DrawFn) -> MemoryShares:
 
 
 @given(shares())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_sampler_has_what_it_needs_and_no_more_than_a_third_otherwise(one: MemoryShares) -> None:
     assert 1 <= one.sampler_bytes <= one.memory_bytes
     assert one.sampler_bytes >= min(one.least_bytes, one.memory_bytes - ROWS_BYTES_MIN)
@@ -34,7 +34,7 @@ def test_a_sampler_has_what_it_needs_and_no_more_than_a_third_otherwise(one: Mem
 
 
 @given(shares(), st.integers(1, MOST))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_smallest_memory_that_leaves_so_much_for_the_rows(one: MemoryShares, needed: int) -> None:
     named = one.memory_for_rows(needed)
     assert replace(one, memory_bytes=named).rows_bytes >= needed
@@ -43,7 +43,7 @@ def test_the_smallest_memory_that_leaves_so_much_for_the_rows(one: MemoryShares,
 
 
 @given(shares(), st.integers(1, MOST))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_smallest_memory_of_which_a_sampler_may_take_so_much(one: MemoryShares, needed: int) -> None:
     named = one.memory_for_sampler(needed)
     assert replace(one, memory_bytes=named).sampler_bytes >= needed

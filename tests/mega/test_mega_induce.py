@@ -124,7 +124,7 @@ def test_induced_lists_are_those_of_the_twin(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_induced_subgraph_is_scipys(world: World) -> None:
     target = np.repeat(np.arange(world.rows), [len(found) for found in world.lists])
     source = np.concatenate([np.empty(0, np.int64), *world.lists]).astype(np.int64)
@@ -142,7 +142,7 @@ def test_induced_subgraph_is_scipys(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_counts_and_places_are_their_twins(world: World) -> None:
     places = Places(world.offsets, world.hub_rows)
     partition_of = np.repeat(np.arange(len(world.offsets) - 1), np.diff(world.offsets))
@@ -194,7 +194,7 @@ def weigh(
 
 
 @given(st.integers(0, 2**32), st.integers(0, 5), st.floats(0.01, 1.0))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_border_weights_are_their_twin(data: int, hubs: int, chance: float) -> None:
     rng = np.random.default_rng(data)
     slot_rows, slots = 4, 5
@@ -277,7 +277,7 @@ def needs_of(rng: np.random.Generator, partitions: int, **changes: Any) -> Needs
     st.one_of(st.none(), st.integers(1, 8)),
     st.sampled_from([4, 8]),
 )
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_the_largest_that_fits_is_taken(
     data: int, partitions: int, replaced: int | None, source_bytes: int
 ) -> None:

@@ -38,7 +38,7 @@ def steps_of(schedule: Schedule) -> list[Step]:
 
 
 @given(schedules())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_every_partition_is_loaded_once_an_epoch(options: dict[str, Any]) -> None:
     schedule = Schedule(**options)
     steps = steps_of(schedule)
@@ -62,7 +62,7 @@ def test_every_partition_is_loaded_once_an_epoch(options: dict[str, Any]) -> Non
 
 
 @given(schedules())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_nothing_is_loaded_into_a_slot_in_use(options: dict[str, Any]) -> None:
     schedule = Schedule(**options)
     steps = steps_of(schedule)
@@ -115,7 +115,7 @@ def mixed(word: int) -> int:
 
 
 @given(st.integers(0, WORD - 1), st.integers(0, WORD - 1), st.integers(0, 99))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_draw_steps_is_its_twin(seed: int, epoch: int, data: int) -> None:
     rng = np.random.default_rng(data)
     rows = rng.integers(0, 2**62, 50)

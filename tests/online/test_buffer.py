@@ -536,7 +536,7 @@ class Consumers(RuleBasedStateMachine):
 def test_any_interleaving_of_consumers(reader: Reader, features: np.ndarray) -> None:
     machine = type("Machine", (Consumers,), {"reader": reader, "features": features})
     case = machine.TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=35, stateful_step_count=40, deadline=None)
     case().runTest()
 
 

@@ -263,7 +263,7 @@ batches_of_rows = st.lists(st.lists(st.integers(0, 20), max_size=8), max_size=30
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"static", "min"}))
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(batches=batches_of_rows, slots=st.integers(1, 9))
 def test_replay_is_the_simulation_of_what_fits(policy: str, batches: list[list[int]], slots: int) -> None:
     rows = np.array([row for batch in batches for row in batch], np.int64)

@@ -458,5 +458,5 @@ def test_any_order_of_tickets(store: Any, x: np.ndarray) -> None:
 
     Levels.store, Levels.x = store, x
     run_state_machine_as_test(
-        Levels, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+        Levels, settings=settings(max_examples=25, stateful_step_count=25, deadline=None)
     )

@@ -111,7 +111,7 @@ steps = st.lists(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(slots=st.integers(1, 12), program=steps)
 def test_any_interleaving(name: str, slots: int, program: list[tuple[str, Any, bool]]) -> None:
     pair = Pair(slots, name)

@@ -169,7 +169,7 @@ def test_one_sequence_is_the_textbook_search() -> None:
     assert tuple(order.nodes().tolist()) in rotated(expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(
     labels=st.lists(st.integers(-2, 5), min_size=1, max_size=60),
     batch_size=st.integers(1, 70),
@@ -445,7 +445,7 @@ class TestGraphs:
 
 
 class TestPartitions:
-    @settings(max_examples=60)
+    @settings(max_examples=35)
     @given(
         partition=st.lists(st.integers(0, 9), min_size=1, max_size=80),
         sequences=st.integers(1, 4),

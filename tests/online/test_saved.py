@@ -58,7 +58,7 @@ def in_order(m: layout.SlotMap) -> list[int]:
 
 
 @pytest.mark.parametrize("name", sorted(layout.POLICIES))
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(slots=st.integers(1, 40), piece=st.integers(1, 9), seed=st.integers(0, 10**6), held=st.integers(0, 2))
 def test_rows_come_in_the_order_in_which_they_leave(
     name: str, slots: int, piece: int, seed: int, held: int
@@ -121,7 +121,7 @@ def loaded(store: Any, name: str = "c") -> dict[str, list[int]]:
         return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(
     tables=st.dictionaries(st.text(max_size=5), st.lists(st.integers(0, 2**62 - 1), max_size=30), max_size=4),
     cuts=st.lists(st.integers(0, 30), max_size=4), piece=st.integers(1, 9),

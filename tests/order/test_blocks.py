@@ -196,7 +196,7 @@ class Twin:
         return self.put((rooms or [p for p in range(self.parts) if self.held[p] < self.room[0]])[0], 1, train)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     graphs(90, 300, ascending=False),
     st.integers(1, 100),
@@ -250,7 +250,7 @@ def test_a_pass_over_full_slots_keeps_the_heavy_neighbours(monkeypatch: pytest.M
     assert bfs_partition(graph, 2, seed=0, block_edges=64).tolist() == Twin(graph, 2, 0, None).part
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graphs(90, 300, ascending=False), st.integers(1, 30), st.integers(0, 99), st.integers(1, 50))
 def test_grown_blocks_keep_their_limit_and_their_number(
     graph: Csc, limit: int, seed: int, block_edges: int

@@ -137,7 +137,7 @@ class Twin:
         return self.cursor
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     graphs(40, 120),
     st.integers(1, 60),
@@ -341,7 +341,7 @@ def neighbour_sets(nodes: int, xadj: np.ndarray, adjacency: np.ndarray) -> list[
     return [sorted(adjacency[xadj[v] : xadj[v + 1]].tolist()) for v in range(nodes)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(graphs(40, 120), st.sampled_from([np.int32, np.int64]))
 def test_the_adjacency_for_metis_is_that_of_a_dense_model(graph: Csc, dtype: Any) -> None:
     nodes = graph.indptr.size - 1

@@ -96,7 +96,7 @@ def twin_pass(
     return moved
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     graphs(60, 200),
     st.integers(1, 12),
@@ -278,7 +278,7 @@ def test_pairs_heavier_than_any_that_are_told_apart_still_make_room() -> None:
     assert coarse.dropped > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 10))
 def test_clusters_are_numbered_and_packed_no_further_than_need_be(
     wanted_sizes: list[int], spare: int
@@ -298,7 +298,7 @@ def test_clusters_are_numbered_and_packed_no_further_than_need_be(
         assert count == clusters
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graphs(60, 200), st.integers(1, 8))
 def test_a_merging_pass_is_its_twin(graph: Csc, limit: int) -> None:
     nodes = graph.indptr.size - 1
@@ -327,7 +327,7 @@ def test_a_merging_pass_is_its_twin(graph: Csc, limit: int) -> None:
         assert sizes.tolist() == twin_sizes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graphs(60, 200), st.integers(1, 12), st.integers(0, 100))
 def test_merged_vertices_have_the_graph_of_a_count_of_their_nodes(graph: Csc, merged: int, seed: int) -> None:
     nodes = graph.indptr.size - 1
@@ -348,7 +348,7 @@ def test_merged_vertices_have_the_graph_of_a_count_of_their_nodes(graph: Csc, me
 # --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     graphs(60, 200),
     st.integers(1, 70),

@@ -60,7 +60,7 @@ def test_given_order_is_the_identity() -> None:
 # -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     hnp.arrays(np.int64, st.integers(0, 30), elements=st.integers(-2, 30)),
     st.sampled_from([np.int32, np.int64, np.int8]),
@@ -211,7 +211,7 @@ def test_edges_to_nowhere_and_wrong_parts_are_refused() -> None:
         degree_counts(graph, block_edges=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(hnp.arrays(np.int32, st.integers(0, 50), elements=st.integers(0, 6)), st.integers(7, 12))
 def test_rows_of_parts_are_a_stable_sort(part: np.ndarray, part_count: int) -> None:
     node_of_row, offsets = order_of_parts(part, part_count)

@@ -63,7 +63,7 @@ def balance(counts: np.ndarray) -> float:
     return float(counts.max() / counts.mean()) if counts.any() else 1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     st.integers(0, 40),
     st.integers(0, 300),

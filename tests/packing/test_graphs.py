@@ -71,7 +71,7 @@ def check(graph: CscGraph, edge_index: NDArray[np.int64], nodes: int = NODES) ->
         np.testing.assert_array_equal(np.concatenate(got), indices)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     count=st.integers(0, 300).filter(lambda count: count != 2),  # as an array that is [2, 2]
     nodes=st.integers(1, 60),

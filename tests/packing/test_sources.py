@@ -106,7 +106,7 @@ def values(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> NDArray[Any]:
     return rng.integers(0, 90, shape).astype(kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),

@@ -46,7 +46,7 @@ def mapped(ids: np.ndarray, row_of_node: np.ndarray) -> np.ndarray:
 
 
 @given(seeds(), st.integers(1, 500), st.integers(0, 200))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_rows_of_ids(rng: np.random.Generator, rows: int, count: int) -> None:
     row_map, ids, out = draw_map(rng, rows), rng.integers(0, rows, count), np.full(count, -7)
     assert rows_of_ids(ids, row_map, rows, out) == -1
@@ -54,7 +54,7 @@ def test_rows_of_ids(rng: np.random.Generator, rows: int, count: int) -> None:
 
 
 @given(seeds(), st.integers(1, 100), st.integers(1, 60))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_the_first_bad_id_is_named(rng: np.random.Generator, rows: int, count: int) -> None:
     row_map, ids = draw_map(rng, rows), rng.integers(0, rows, count)
     bad = np.sort(rng.integers(0, count, 3))
@@ -73,7 +73,7 @@ def test_a_table_without_rows_has_no_good_id() -> None:
 
 
 @given(seeds(), st.integers(1, 3000), st.integers(0, 500), st.integers(0, 6))
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_row_histogram(rng: np.random.Generator, rows: int, count: int, shift: int) -> None:
     row_map, ids = draw_map(rng, rows), rng.integers(0, rows, count)
     counts = np.zeros(RANGE_BINS, np.int64)
@@ -82,7 +82,7 @@ def test_row_histogram(rng: np.random.Generator, rows: int, count: int, shift: i
 
 
 @given(seeds(), st.integers(1, 300), st.integers(0, 300))
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_select_rows(rng: np.random.Generator, rows: int, count: int) -> None:
     row_map, ids = draw_map(rng, rows), rng.integers(0, rows, count)
     low, high = np.sort(rng.integers(0, rows + 1, 2))
@@ -104,7 +104,7 @@ def test_select_rows_stops_at_an_id_that_was_changed(bad: int) -> None:
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(0, 5), st.integers(1, 40))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_cut_ranges(given_counts: list[int], shift: int, count_max: int) -> None:
     counts = np.array(given_counts)
     ranges = cut_ranges(counts, shift, count_max)
@@ -132,7 +132,7 @@ def test_cut_ranges(given_counts: list[int], shift: int, count_max: int) -> None
 
 
 @given(seeds(), st.integers(1, 5000), st.integers(0, 2000), st.integers(1, 400))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_ranges_select_every_position_once(
     rng: np.random.Generator, rows: int, count: int, count_max: int
 ) -> None:
@@ -155,7 +155,7 @@ def test_ranges_select_every_position_once(
 
 
 @given(seeds(), st.integers(0, 200), st.booleans(), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_make_keys(rng: np.random.Generator, count: int, with_served: bool, with_positions: bool) -> None:
     rows = rng.integers(0, 2**40, count)
     served = rng.integers(0, 2, count).astype(np.uint8) if with_served else UNSERVED
@@ -170,7 +170,7 @@ def test_make_keys(rng: np.random.Generator, count: int, with_served: bool, with
 
 
 @given(seeds(), st.integers(0, 300), st.integers(0, 20), st.integers(1, 44))
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_radix_sort_is_stable_by_its_bits(rng: np.random.Generator, count: int, low: int, bits: int) -> None:
     keys = rng.integers(0, 2**64, count, np.uint64, endpoint=False)
     original, spare = keys.copy(), np.zeros_like(keys)
@@ -253,7 +253,7 @@ def cut(case: Case, bits: int = 8) -> Extents:
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_cut_extents_matches_its_twin(case: Case) -> None:
     extents, counts = twin_extents(
         case.rows.tolist(), case.layout.row_bytes, case.layout.pages_per_chunk, case.gap, case.longest
@@ -309,7 +309,7 @@ def cheapest(
 
 
 @given(seeds(), st.sampled_from([4, 400, 1000, 4096, 8192, 12_288]), st.integers(1, 14), st.floats(0.1, 8))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_bridging_gaps_is_the_cheapest_choice(
     rng: np.random.Generator, row_bytes: int, count: int, ratio: float
 ) -> None:
@@ -326,7 +326,7 @@ def test_bridging_gaps_is_the_cheapest_choice(
 
 
 @given(cases(max_ids=200), seeds())
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_plan_extents(case: Case, rng: np.random.Generator) -> None:
     model = DeviceModel(read_seconds=(case.gap + 0.5) * PAGE * 1e-9, byte_seconds=1e-9, request_seconds=0.0)
     rows = rng.permutation(case.rows)
@@ -372,7 +372,7 @@ def test_nothing_missed_reads_nothing() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 70_000), st.sampled_from([4096, 16 * 1024, 2**20, 64 * 2**20]))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_layouts_are_whole_pages_and_hold_every_row_once(rows: int, row_bytes: int, chunk_bytes: int) -> None:
     layout = TableLayout.choose(rows, row_bytes, chunk_bytes)
     assert layout.chunks * layout.rows_per_chunk >= rows

@@ -78,7 +78,7 @@ def requests(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(requests(), st.sampled_from(INT_TYPES), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_any_request(
     readers: list[Reader],
     features: np.ndarray,
@@ -110,7 +110,7 @@ def test_any_request(
     | st.lists(st.floats() | st.booleans() | st.none() | st.text(max_size=2)),
     st.booleans(),
 )
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_any_list_is_read_or_refused(
     readers: list[Reader], features: np.ndarray, ids: list[Any], asynchronous: bool
 ) -> None:

@@ -69,7 +69,7 @@ def by_end(found: Any, case: dict[str, Any]) -> list[Any]:
     return [found["user"], found["item"]] if case["typed"] else [found, found]
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(case=cases(), batch_index=st.integers(0, 9))
 def test_both_ends_are_what_was_asked(case: dict[str, Any], batch_index: int) -> None:
     found = sampled(case, batch_index)
@@ -116,7 +116,7 @@ def test_both_ends_are_what_was_asked(case: dict[str, Any], batch_index: int) ->
         assert found.batch is None
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(case=cases())
 def test_layout_is_that_of_pygs_edge_sample(case: dict[str, Any]) -> None:
     """PyG's own code around its sampler, with our sampler and our negatives in place of its."""

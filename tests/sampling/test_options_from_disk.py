@@ -344,7 +344,7 @@ def test_arrays_in_memory_are_not_of_samplers_from_disk(
 # Kernels.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     degrees=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     shift=st.integers(1, 4),

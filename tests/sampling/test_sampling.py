@@ -88,7 +88,7 @@ def assert_same(left: SampledSubgraph, right: SampledSubgraph) -> None:
     assert left.num_sampled_edges == right.num_sampled_edges
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     node_count=st.integers(1, 300),
     edges_per_node=st.integers(0, 12),
@@ -114,7 +114,7 @@ def test_kernel_equals_twin(
     assert_same(ours, sample_twin(indptr, indices, fanouts, seed, seeds, batch_index, epoch))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(word=st.integers(0, WORD - 1), limit=st.integers(1, 2**32 - 1))
 def test_words(word: int, limit: int) -> None:
     assert int(hashing.mix64(np.uint64(word))) == mix_twin(word) == hashing._mix(word)
@@ -140,7 +140,7 @@ def test_fold_ids_equals_twin(ids: list[int]) -> None:
     assert hashing.fold_ids(np.array([1, 2])) != hashing.fold_ids(np.array([2, 1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     key=st.integers(0, WORD - 1),
     degree=st.integers(1, 3000),

@@ -103,7 +103,7 @@ def test_every_option_equals_the_twin(case: dict[str, Any], batch_index: int, ep
     assert all(part.dtype == np.int64 for part in (batch.node, batch.row, batch.col, batch.edge_id))
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(case=cases())
 def test_what_must_hold_of_any_mini_batch(case: dict[str, Any]) -> None:
     """Nothing is later than its seed; trees are apart; induced subgraphs have every edge that they may."""
@@ -150,7 +150,7 @@ def test_options_that_say_nothing_change_nothing() -> None:
         assert batch.num_sampled_nodes == base.num_sampled_nodes
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(word=st.integers(0, 2**64 - 1))
 def test_exponential_equals_twin_and_the_logarithm(word: int) -> None:
     found = choosing.exponential(np.uint64(word))

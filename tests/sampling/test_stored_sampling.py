@@ -182,7 +182,7 @@ def test_each_neighbour_is_picked_about_equally_often(pack: Any, tmp_path: Path)
 # Kernels.
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     nodes=st.integers(1, 60),
     fanout=st.sampled_from([-1, 1, 3, 30]),
@@ -229,7 +229,7 @@ def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int, fir
     assert misses == sum(neighbour < 0 for neighbour, _, _ in expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(known=st.integers(0, 20), neighbours=st.lists(st.integers(-1, 40), max_size=60))
 def test_enter_hop_equals_twin(known: int, neighbours: list[int]) -> None:
     rows = np.concatenate([np.arange(known), np.full(60, -1)]).astype(np.int64)

@@ -76,7 +76,7 @@ def sampler_of(case: dict[str, Any]) -> TypedNeighborSampler:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(case=cases(), batch_index=st.integers(0, 5), epoch=st.integers(0, 5))
 def test_every_option_equals_the_twin(case: dict[str, Any], batch_index: int, epoch: int) -> None:
     batch = sampler_of(case).sample_types(

@@ -37,7 +37,7 @@ def store(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[feats
 # Kernels.
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     total=st.integers(1, 40_000),
     size=st.integers(0, 300),

@@ -449,7 +449,7 @@ def read_all(path: Path) -> dict[str, np.ndarray]:
 
 
 @given(st.data(), st.sampled_from(["replace", "drop", "rename"]), VALUES, st.integers(1, 2))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_a_sealed_manifest_that_says_anything(
     spoiled: tuple[Path, dict[str, Any]],
     features: np.ndarray,
@@ -485,7 +485,7 @@ def test_a_sealed_manifest_that_says_anything(
 
 
 @given(st.data(), st.sampled_from(["replace", "drop", "rename"]), VALUES)
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_an_accident_in_the_manifest_is_found(
     spoiled: tuple[Path, dict[str, Any]], data: st.DataObject, how: str, value: Any
 ) -> None:
@@ -500,7 +500,7 @@ def test_an_accident_in_the_manifest_is_found(
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_flipped_bytes_in_the_manifest(
     spoiled: tuple[Path, dict[str, Any]], packed: Path, data: st.DataObject
 ) -> None:

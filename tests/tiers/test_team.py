@@ -40,7 +40,7 @@ def made_tier(rng: np.random.Generator, row_bytes: int, members: int) -> StaticR
     st.integers(0, 2**32), st.sampled_from([0, 1, 7, 300, 4000]), st.sampled_from([1, 31, 64, 512, 3001]),
     st.sampled_from([None, np.int32, np.int64]), st.sampled_from(["all", "some", "-1", "too many"]),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_rows_are_those_of_the_ids(
     team: Team, seed: int, count: int, row_bytes: int, map_dtype: type | None, what: str
 ) -> None:

@@ -129,7 +129,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(trees)
 def test_any_tree_comes_back(tree: Any) -> None:
     data = encode(tree)

@@ -69,7 +69,7 @@ plain = (
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(ids_lists, ids_lists, plain), min_size=1, max_size=8),
     st.sampled_from(["int64", "uint32", "int64 tensor"]),
