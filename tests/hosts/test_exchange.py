@@ -489,10 +489,11 @@ def test_an_answer_that_has_no_room_is_told(
     def no_room(*_: Any) -> None:
         raise MemoryError("no room")
 
-    with hosts(store, arrays, 2) as (made, _):
+    with hosts(store, arrays, 2) as (made, wires):
         monkeypatch.setattr(RowsAsk, "_put", no_room)
         with pytest.raises(MemoryError, match="no room"):
             made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
+        wires.kill(0)
 
 
 def test_an_error_of_many_words_arrives_shorter(

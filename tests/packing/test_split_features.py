@@ -388,8 +388,9 @@ def test_who_is_refused_leaves_the_journal_as_it_is(tmp_path: Path) -> None:
     check_rows(out, x)
 
 
-@pytest.mark.parametrize(("first", "then"), [(72, 64), (64, 72), (64, 200)])
-@pytest.mark.parametrize("at", ["spill", "write"])
+@pytest.mark.parametrize(
+    ("first", "then", "at"), [(72, 64, "spill"), (64, 72, "write"), (64, 200, "spill"), (64, 200, "write")]
+)
 def test_another_memory_goes_on(
     tmp_path: Path, first: int, then: int, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
