@@ -179,3 +179,23 @@ def test_an_interrupted_split_says_how_to_go_on(call: Call, store: Path, tmp_pat
     chunk.write_bytes(data)
     call("split", path, "--hosts", 2, "--out", tmp_path / "o", "--resume")
     call("verify", tmp_path / "o/host-1")
+
+
+def test_what_cannot_be_gone_on_with_is_not_said_to_be(call: Call, store: Path, tmp_path: Path) -> None:
+    """A split that is whole, whatever was wrong with what is asked for; one that was replacing another."""
+    out = tmp_path / "o"
+    call("split", store, "--hosts", 2, "--out", out)
+    for more in (["--resume"], ["--overwrite", "--train", "nobody"], []):
+        said = call("split", store, "--hosts", 2, "--out", out, *more, code=1).stderr
+        assert "unfinished; run" not in said
+    path = Path(shutil.copytree(store, tmp_path / "s"))
+    chunk = next(path.glob("g*/tables/features/rows/c.0*"))
+    data = chunk.read_bytes()
+    chunk.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    said = call("split", path, "--hosts", 2, "--out", out, "--overwrite", "--seed", 1, code=3).stderr
+    assert "to go on from here" not in said
+    chunk.write_bytes(data)
+    said = call("split", path, "--hosts", 2, "--out", out, "--resume", "--seed", 1, code=1).stderr
+    assert "start anew with --overwrite" in said
+    call("split", path, "--hosts", 2, "--out", out, "--overwrite", "--seed", 1)
+    call("verify", out / "host-1")

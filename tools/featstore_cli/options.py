@@ -29,12 +29,17 @@ class Settings:
 
     def resumable(self) -> bool:
         """Whether what was under way has left something to go on from."""
+        from featstore.errors import FeatstoreError
+
+        if self.packing is None:
+            return False
         try:
-            if self.packing is None or not self.packing.is_dir():
-                return False
-            unfinished = ("g*.journal", "recording.log", "topology/g*.journal", "topology/featstore.json")
-            return any(any(self.packing.glob(name)) for name in unfinished)
-        except OSError:  # the device that the error to be told is of
+            if self.what == "the split":
+                from featstore.packing.split.directory import can_go_on
+
+                return can_go_on(Path(os.path.realpath(self.packing)))
+            return any(any(self.packing.glob(name)) for name in ("g*.journal", "recording.log"))
+        except (OSError, FeatstoreError):  # what the error to be told is of
             return False
 
 

@@ -7,6 +7,7 @@ refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from featstore.base.warning import warn
 from featstore.errors import IncompleteStoreError, SourceError, StoreExistsError
 from featstore.storage.disk import Disk
 from featstore.storage.generations import LOCK_NAME, current, names, remove_store, writer_lock
+from featstore.storage.journal import Journal
 from featstore.storage.manifest import TOPOLOGY, FamilyEntry
 from featstore.storage.store import OpenStore
 
+REPLACES = "replaces"  # in such a journal, where the split replaces another
 _MEMBER = re.compile(r"topology|host-(?:0|[1-9][0-9]{0,4})")
 
 
@@ -80,6 +83,42 @@ def _standing(path: Path) -> Standing | None:
         raise _foreign(path, "its store is another one")
     journals = [n for n in known if n != committed.generation and path / f"{n}.journal" in known[n]]
     return Standing(family, bool(journals), committed.uuid)
+
+
+def is_complete(found: Mapping[str, Standing]) -> bool:
+    """Whether all stores of a split are there, of one family, and none is unfinished."""
+    topology = found.get(TOPOLOGY)
+    if topology is None or topology.family is None or any(one.unfinished for one in found.values()):
+        return False
+    names = {TOPOLOGY, *map(member_name, range(topology.family.hosts))}
+    return found.keys() == names and not _others(found)
+
+
+def _others(found: Mapping[str, Standing]) -> bool:
+    """Whether there are finished parts of another split than the topology that is finished, or any where
+    none is."""
+    topology = found.get(TOPOLOGY)
+    whole = topology.uuid if topology is not None and not topology.unfinished else None
+    parts = [one for name, one in found.items() if name != TOPOLOGY]
+    return any(part.family is not None and part.family.uuid != whole for part in parts)
+
+
+def can_go_on(out: Path) -> bool:
+    """Whether a split was stopped there that ``resume`` goes on with. Raises what looking at it raises."""
+    found, journal = standing(out), journal_path(out)
+    if is_there(journal):
+        return REPLACES not in Journal.load(Disk(), journal).state.fingerprint
+    return bool(found) and not is_complete(found) and not _others(found)
+
+
+def order_path(out: Path) -> Path:
+    """The store of the order, where a split is straight from features."""
+    return out.with_name(f"{out.name}.order")
+
+
+def journal_path(out: Path) -> Path:
+    """What the features and that order are made of, until such a split is complete."""
+    return out.with_name(f"{out.name}.order.journal")
 
 
 def _foreign(path: Path, why: str) -> StoreExistsError:

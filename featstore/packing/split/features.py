@@ -29,10 +29,13 @@ from featstore.packing.request import Options, check_pack
 from featstore.packing.sources.base import FeatureSource, dtype_text
 from featstore.packing.split.checks import Joined, checked
 from featstore.packing.split.directory import (
+    REPLACES,
     Standing,
     check_place,
     check_standing,
-    member_name,
+    is_complete,
+    journal_path,
+    order_path,
     standing,
 )
 from featstore.packing.split.sources import RowChecksums
@@ -41,12 +44,12 @@ from featstore.packing.steps import pack_fingerprint
 from featstore.storage.disk import Disk
 from featstore.storage.generations import collect, remove_store, writer_lock
 from featstore.storage.journal import Journal, State
-from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY
+from featstore.storage.manifest import MANIFEST_NAME
 from featstore.storage.store import OpenStore, Table
 
 __all__ = ["split_features"]
 
-_REPLACES, _MEMORY = "replaces", "memory"
+_MEMORY = "memory"
 
 
 @watched
@@ -118,12 +121,12 @@ def split_features(
     counts = _partitions(inputs, _orders(inputs, order), partitions)
     types = {name: [dtype_text(one.dtype), list(one.row_shape)] for name, one in asked.sources.items()}
     asked.beside = {"features": types}  # all else is in the store of the order
-    path = asked.place.with_name(f"{asked.place.name}.order")
+    path = order_path(asked.place)
     options = {
         "order": order, "partitions": counts or None, "hubs": hubs, "graph_key": graph_key, "seed": seed,
         "memory": memory, "edge_ids": edge_ids,
     }  # fmt: skip
-    journal = _journal(path, inputs, asked, options)
+    journal = _journal(inputs, asked, options)
     check_place(asked.place, path)
     checked(asked, Joined.of_inputs(inputs))
     for text in inputs.warnings:
@@ -188,7 +191,7 @@ def _usable(name: str, source: FeatureSource) -> FeatureSource:
     return source
 
 
-def _journal(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str, Any]) -> Journal:
+def _journal(inputs: Inputs, asked: SplitRequest, options: dict[str, Any]) -> Journal:
     """What the features and the order are made of, which is kept until the split is complete: the store of
     the order knows nothing of the features, and parts that are finished have no journal of their own."""
     asked_of_pack = Options.of(
@@ -197,7 +200,7 @@ def _journal(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str,
     check_pack(asked_of_pack, inputs, resume=False, overwrite=False)
     options["edge_ids"] = asked_of_pack.edge_ids  # of PyG data, too, which the pack of the order does not see
     made_of = pack_fingerprint(inputs, asked_of_pack)
-    return Journal(asked.disk or Disk(), path.with_name(f"{path.name}.journal"), State(made_of))
+    return Journal(asked.disk or Disk(), journal_path(asked.place), State(made_of))
 
 
 def _before(
@@ -229,7 +232,7 @@ def _before(
             "completed, or start anew with --overwrite"
         )
     made_of = then.state.fingerprint
-    if made_of.get(_REPLACES):
+    if made_of.get(REPLACES):
         raise StoreExistsError(
             f"the split in {asked.place} was replacing another when it was stopped, and parts of that one "
             "may stand among its own: start anew with --overwrite"
@@ -260,7 +263,7 @@ def _pack_order(
                 )
     before = _before(path, asked, journal, there)
     ours, resume = is_there(journal.path), asked.resume and is_there(path)
-    if resume and not left and _complete(asked, there):
+    if resume and not left and is_complete(there):
         _remove(path, journal)  # it was stopped while that was being removed
         raise StoreExistsError(f"there is nothing to resume in {asked.place}: its split was completed")
     if asked.resume and not there:
@@ -285,7 +288,7 @@ def _pack_order(
             f"{path} is needed for the order of the split, and is taken: give another out="
         )
     if asked.overwrite and there:
-        journal.state.fingerprint[_REPLACES] = sorted(there)
+        journal.state.fingerprint[REPLACES] = sorted(there)
     if resume and before is not None and before.get(_MEMORY) != journal.state.fingerprint[_MEMORY]:
         warn(f"the order in {path} is made anew: it was begun with another memory= (--memory)")
         with writer_lock(path):  # how far it was is of its memory
@@ -301,15 +304,6 @@ def _pack_order(
     finally:
         if not is_there(path):
             journal.remove()
-
-
-def _complete(asked: SplitRequest, there: Mapping[str, Standing]) -> bool:
-    """Whether all stores of a split of so many hosts are there, of one family, and none is unfinished."""
-    names = {TOPOLOGY, *map(member_name, range(asked.hosts))}
-    if there.keys() != names or any(one.unfinished or one.family is None for one in there.values()):
-        return False
-    of = {one.family.uuid for one in there.values() if one.family is not None and one.family.uuid}
-    return of == {there[TOPOLOGY].uuid}
 
 
 def _remove(path: Path, journal: Journal) -> bool:
