@@ -91,16 +91,15 @@ def is_complete(found: Mapping[str, Standing]) -> bool:
     if topology is None or topology.family is None or any(one.unfinished for one in found.values()):
         return False
     names = {TOPOLOGY, *map(member_name, range(topology.family.hosts))}
-    return found.keys() == names and not _others(found)
+    return found.keys() == names and not others(found)
 
 
-def _others(found: Mapping[str, Standing]) -> bool:
-    """Whether there are finished parts of another split than the topology that is finished, or any where
-    none is."""
+def others(found: Mapping[str, Standing]) -> list[str]:
+    """The finished parts of another split than the topology that is finished; all, where none is."""
     topology = found.get(TOPOLOGY)
     whole = topology.uuid if topology is not None and not topology.unfinished else None
-    parts = [one for name, one in found.items() if name != TOPOLOGY]
-    return any(part.family is not None and part.family.uuid != whole for part in parts)
+    parts = ((name, one.family) for name, one in found.items() if name != TOPOLOGY)
+    return [name for name, family in parts if family is not None and family.uuid != whole]
 
 
 def can_go_on(out: Path) -> bool:
@@ -108,7 +107,7 @@ def can_go_on(out: Path) -> bool:
     found, journal = standing(out), journal_path(out)
     if is_there(journal):
         return REPLACES not in Journal.load(Disk(), journal).state.fingerprint
-    return bool(found) and not is_complete(found) and not _others(found)
+    return bool(found) and not is_complete(found) and not others(found)
 
 
 def order_path(out: Path) -> Path:

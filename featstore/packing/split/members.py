@@ -160,7 +160,7 @@ def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
     row_of_node, node_of_row = _local_maps(table, rows)
     order = member.order(
         name, table.entry.order.method, dict(_BECAUSE),
-        _own_partitions(table, rows, plan.partitions_of(table, host)),
+        _own_partitions(table, rows, plan.partitions_of(table, host, rows)),
         row_of_node=row_of_node, node_of_row=node_of_row,
         rows_by_degree=_own_by_degree(table, rows, plan.host_of_row[name], host),
     )  # fmt: skip

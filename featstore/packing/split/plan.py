@@ -120,18 +120,20 @@ class SplitPlan:
         first = self.first_rows(table)
         return first[host + 1] - first[host]
 
-    def partitions_of(self, table: Table, host: int) -> NDArray[np.bool_]:
-        """bool [partitions], those of which a host has rows; of types that edges join, and that were
-        partitioned together, of any of these: partition p of each belongs together."""
+    def partitions_of(self, table: Table, host: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [partitions], those in which a host has rows (of this table ``rows``), or any type that edges
+        join to it and that was partitioned with it has: partition p of each belongs together."""
         count = len(table.partition_offsets)
         together = self.joined() if self.store.edge_types else []
         together = [one for one in together if len(one.partition_offsets) == count]
         found = np.zeros(count - 1, bool)
         for one in together if table in together else [table]:
-            own = self.rows_of(one.name, host)
-            self.need(one.rows + 16 * own, f"find the partitions of host {host} in table {one.name!r}")
-            rows = np.flatnonzero(self.host_of_row[one.name] == host)
-            found |= np.diff(np.searchsorted(rows, one.partition_offsets)) > 0
+            own = rows
+            if one is not table:
+                needed = one.rows + 8 * (self.rows_of(one.name, host) + len(rows))
+                self.need(needed, f"find the partitions of host {host} in table {one.name!r}")
+                own = np.flatnonzero(self.host_of_row[one.name] == host)
+            found |= np.diff(np.searchsorted(own, one.partition_offsets)) > 0
         return found
 
     def copies_bytes(self, host: int, wanted: Mapping[str, int]) -> dict[str, int]:

@@ -33,6 +33,7 @@ from featstore.packing.split.directory import (
     check_place,
     check_standing,
     member_name,
+    others,
     remove_others,
     standing,
 )
@@ -242,14 +243,11 @@ class _Split:
                     f"{self._out} holds {name!r}, so its split was not of {self._plan.hosts} hosts: give "
                     "the same number, or start anew with --overwrite"
                 )
-        topology = self._found.get(TOPOLOGY)
-        whole = "" if topology is None or topology.unfinished else topology.uuid
-        for name, there in self._found.items():
-            if name != TOPOLOGY and whole and there.family is not None and there.family.uuid != whole:
-                raise StoreExistsError(
-                    f"{self._out / name} is of another split than the topology beside it, which was to "
-                    "replace that when it was stopped: start anew with --overwrite"
-                )
+        for name in others(self._found):
+            raise StoreExistsError(
+                f"{self._out / name} is finished, and of another split than the topology beside it, or there "
+                "is none: where a split was stopped while it replaced that, start anew with --overwrite"
+            )
 
     def _finished(self, name: str) -> FamilyEntry | None:
         """The family of a store that is to be left as it is."""
