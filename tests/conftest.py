@@ -28,6 +28,10 @@ from featstore.storage.disk import Disk, File
 # Until all tests are known: what is imported is no garbage, and looking for it takes a fifth of the time.
 gc.disable()
 
+# Tests start many programs that import PyTorch: without bytecode that takes twice as long, with PyG three times.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Tests run in parallel as it is: threads of torch, here and in what tests start, would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +42,7 @@ if _CHILDREN not in _paths:  # a worker has it of who started it
 
 settings.register_profile(
     "featstore",
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     print_blob=True,

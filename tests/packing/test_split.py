@@ -55,7 +55,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def values(rows: int, width: int, dtype: np.dtype[Any], seed: int) -> np.ndarray:
     random = np.random.default_rng(seed)
-    bits = random.integers(0, 100, (rows, width * dtype.itemsize), np.uint8)
+    bits = np.frombuffer(random.bytes(rows * width * dtype.itemsize), np.uint8) % 100
     return (
         bits.view(dtype).reshape(rows, width)[:, 0] if width == 1 else bits.view(dtype).reshape(rows, width)
     )

@@ -88,7 +88,7 @@ def test_every_row_is_the_sources_whatever_is_chosen(
     tiers = [featstore.Device("cpu", "60KiB"), *tiers] if device else tiers
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose.PolicyChoice, "decide", decide)
-        patch.setattr(choose, "LOG_ROWS", 300)
+        patch.setattr(choose, "LOG_ROWS", 900)
         with store.reader(tiers=tiers, memory="40MiB") as reader:
             check_source(reader, arrays, seed=seed, requests=15, ids_max=1500)
             taken = reader.stats().policies["buffer"]
