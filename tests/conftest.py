@@ -28,7 +28,7 @@ from featstore.storage.disk import Disk, File
 # Until all tests are known: what is imported is no garbage, and looking for it takes a fifth of the time.
 gc.disable()
 
-# Tests start many programs that import PyTorch: without bytecode that takes twice as long, with PyG three times.
+# Tests start many programs that import PyTorch: without bytecode that takes twice as long, and PyG thrice.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
