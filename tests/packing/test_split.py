@@ -34,6 +34,7 @@ from featstore.layout import table as table_module
 from featstore.order.stream import edge_cut
 from featstore.packing import permute
 from featstore.packing.split import assignment, lists, members, plan, whole_lists
+from featstore.packing.split.directory import can_go_on
 from featstore.reader.reader import Reader
 from featstore.storage.disk import Disk
 from featstore.storage.relations import edge_tables
@@ -645,6 +646,29 @@ def test_one_that_was_replacing_another_says_so_before_anything_is_written(tmp_p
         with pytest.raises(StoreExistsError, match="of another split"):
             featstore.split(store, hosts, out, seed=5, resume=True)
         assert tree(out / "host-0") == before
+
+
+def test_what_is_unfinished_is_not_of_a_topology_that_was_begun_after_it(tmp_path, store):
+    out = tmp_path / "out"
+
+    def interrupted(at, **options):
+        def stop(progress):
+            if progress.table.startswith(at):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            featstore.split(store, 3, out, train="train", progress=stop, **options)
+
+    interrupted("host-0: paper/sources")  # of which rows are there that are worth something
+    assert can_go_on(out)
+    interrupted("topology: paper/sources", seed=1, overwrite=True)
+    before = tree(out)
+    assert not can_go_on(out)
+    with pytest.raises(StoreExistsError, match="start anew with --overwrite"):
+        featstore.split(store, 3, out, train="train", seed=1, resume=True)
+    assert tree(out) == before
+    featstore.split(store, 3, out, train="train", seed=1, overwrite=True)
+    check_split(store, out, 3)
 
 
 def test_a_table_that_is_called_as_copies_are_is_a_table(tmp_path):

@@ -4,6 +4,7 @@ in between."""
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -24,6 +25,7 @@ from featstore.errors import (
     UnknownNameError,
 )
 from featstore.packing import permute, spill, spill_files
+from featstore.packing.sources.base import to_native
 from featstore.storage.disk import Disk
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
@@ -260,6 +262,18 @@ def test_what_cannot_be_split_straight_is_refused(tmp_path: Path) -> None:
     assert tree(tmp_path / "out.order") == before
 
 
+def test_a_store_of_whole_numbers_is_no_order(tmp_path: Path) -> None:
+    """Of the same dtype and shape as the rows' checksums there: of a user who is to lose nothing."""
+    featstore.pack(tmp_path / "out.order", np.ones(NODES, np.uint32)).close()
+    before, given = tree(tmp_path / "out.order"), {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    for _ in range(2):
+        with pytest.raises(StoreExistsError, match="holds another store, which is left alone"):
+            featstore.split_features(
+                values(NODES, 9, DTYPES[0], 1), 2, tmp_path / "out", overwrite=True, **given
+            )
+        assert tree(tmp_path / "out.order") == before
+
+
 def interrupted(out: Path, at: str = "host-1: features", **given: Any) -> None:
     def stop(progress: Any) -> None:
         if at in (progress.table, progress.stage):
@@ -323,12 +337,50 @@ def test_what_was_replacing_another_is_not_gone_on_with(tmp_path: Path, at: str)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_records_with_padding_are_split(tmp_path: Path) -> None:
-    """Whatever lies between their fields: it is no other row."""
+def test_a_topology_that_was_begun_anew_is_gone_on_with(tmp_path: Path) -> None:
+    """No part of another split stands beside it."""
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    interrupted(out, "topology", features=x, seed=1, **given)
+    interrupted(out, "host-0: features", features=x, overwrite=True, **given)
+    featstore.split_features(x, 2, out, resume=True, **given)
+    check_rows(out, x)
+
+
+def test_a_split_of_a_store_takes_the_place_of_one_that_was_begun_from_features(tmp_path: Path) -> None:
+    """It is told that one is there, and leaves nothing of it."""
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    interrupted(out, features=x, **given)
+    featstore.pack(tmp_path / "s", x, **given).close()
+    for option in ({}, {"resume": True}):
+        with pytest.raises(StoreExistsError, match="was begun straight from features, and is unfinished"):
+            featstore.split(tmp_path / "s", 2, out, **option)
+    with pytest.raises(UnknownNameError):  # nothing is replaced, and it can be gone on with
+        featstore.split(tmp_path / "s", 2, out, train="trian", overwrite=True)
+    shutil.copytree(tmp_path, tmp_path.with_name("as-it-was"), dirs_exist_ok=True)
+    featstore.split(tmp_path / "s", 2, out, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "s"]
+    check_rows(out, x)
+    out = tmp_path.with_name("as-it-was") / "out"
+    featstore.split_features(x, 2, out, resume=True, **given)
+    check_rows(out, x)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_records_with_padding_are_split(tmp_path: Path, every: int) -> None:
+    """Whatever lies between their fields: it is no other row. Nor where they do not lie side by side, and
+    that is nothing."""
     dtype = np.dtype([("a", "<i2"), ("b", "<f8")], align=True)
-    raw = np.random.default_rng(0).integers(0, 255, NODES * dtype.itemsize, np.uint8)
+    raw = np.random.default_rng(0).integers(1, 255, every * NODES * dtype.itemsize, np.uint8)
     rows = raw.view(dtype)
-    rows["b"] = np.random.default_rng(1).standard_normal(NODES)
+    rows["b"] = np.random.default_rng(1).standard_normal(every * NODES)
+    rows = rows[::every]
+    if every > 1:
+        for _ in range(5):
+            np.full(NODES * dtype.itemsize, 7, np.uint8)  # what memory is given again
+            found = to_native(rows, dtype, owned=False).view(np.uint8).reshape(NODES, -1)
+            assert not found[:, 2:8].any()
     given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg", "halo_disk": "1x"}
     featstore.split_features(rows, 2, tmp_path / "out", **given)
     for host in range(2):
@@ -422,6 +474,40 @@ def test_another_memory_goes_on(
     assert tree(out) == tree(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("at", ["spill", "write"])
+def test_stopped_again_with_another_memory_it_goes_on_with_the_first(
+    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which finds nothing of what the second one has removed."""
+    for module in (permute, spill, spill_files):
+        monkeypatch.setattr(module, "CHECKPOINT_BYTES", 1 << 20)
+    out, x = tmp_path / "out", values(8000, 2400, DTYPES[0], 1)
+    given: dict[str, Any] = {
+        "features": x,
+        "graph": graph_of(8000, 2, 0),
+        "order": "ldg",
+        "partitions": 64,
+    }
+
+    def stop(progress: Any) -> None:
+        if progress.table == "host-1: features" and progress.stage == at and progress.done_bytes > 5 << 20:
+            raise KeyboardInterrupt
+
+    def stop_at_once(progress: Any) -> None:
+        if progress.table == "host-1: features":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        featstore.split_features(hosts=2, out=out, progress=stop, memory="64MiB", **given)
+    with pytest.raises(KeyboardInterrupt):
+        featstore.split_features(
+            hosts=2, out=out, progress=stop_at_once, resume=True, memory="200MiB", **given
+        )
+    featstore.split_features(hosts=2, out=out, resume=True, memory="64MiB", **given)
+    featstore.split_features(hosts=2, out=tmp_path / "whole", memory="512MiB", **given)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
 def test_an_order_that_was_begun_with_another_memory_is_made_anew(tmp_path: Path) -> None:
     given, out = typed_inputs(), tmp_path / "out"
     interrupted(out, "field", **given)
@@ -464,7 +550,7 @@ def test_an_order_that_is_not_needed_any_more_is_removed(tmp_path: Path, removin
     out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
     given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("featstore.packing.split.features._remove", lambda *_: 1 / 0)
+        patch.setattr("featstore.packing.split.features.remove_order", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             featstore.split_features(x, 2, out, **given)
     assert (tmp_path / "out.order").exists()

@@ -211,7 +211,7 @@ def to_native(block: NDArray[Any], dtype: np.dtype[Any], *, owned: bool) -> NDAr
 
     Values are never cast: only the order of bytes changes. Padding in structured values becomes zeros.
     """
-    if block.dtype == dtype:
+    if block.dtype == dtype and (dtype.names is None or block.flags.c_contiguous):
         return np.ascontiguousarray(block)
     if block.dtype.names is None and owned and block.flags.c_contiguous:
         return block.byteswap(inplace=True).view(dtype)

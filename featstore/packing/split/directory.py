@@ -7,21 +7,22 @@ refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from featstore.base.folders import is_folder
 from featstore.base.system import asking, is_there
 from featstore.base.warning import warn
-from featstore.errors import IncompleteStoreError, SourceError, StoreExistsError
+from featstore.errors import FormatError, IncompleteStoreError, SourceError, StoreExistsError
 from featstore.storage.disk import Disk
 from featstore.storage.generations import LOCK_NAME, current, names, remove_store, writer_lock
 from featstore.storage.journal import Journal
 from featstore.storage.manifest import TOPOLOGY, FamilyEntry
 from featstore.storage.store import OpenStore
 
-REPLACES = "replaces"  # in such a journal, where the split replaces another
+REPLACES = "replaces"  # in a journal beside a split: the parts of another that it replaces
 _MEMBER = re.compile(r"topology|host-(?:0|[1-9][0-9]{0,4})")
 
 
@@ -95,18 +96,25 @@ def is_complete(found: Mapping[str, Standing]) -> bool:
 
 
 def others(found: Mapping[str, Standing]) -> list[str]:
-    """The finished parts of another split than the topology that is finished; all, where none is."""
+    """The parts of another split than the topology that is finished; all, where none is, as parts are begun
+    after it."""
     topology = found.get(TOPOLOGY)
-    whole = topology.uuid if topology is not None and not topology.unfinished else None
-    parts = ((name, one.family) for name, one in found.items() if name != TOPOLOGY)
-    return [name for name, family in parts if family is not None and family.uuid != whole]
+    if topology is None or topology.unfinished:
+        return parts_of(found)
+    families = {name: found[name].family for name in parts_of(found)}
+    return [name for name, one in families.items() if one is not None and one.uuid != topology.uuid]
+
+
+def parts_of(found: Mapping[str, Standing]) -> list[str]:
+    """The hosts' parts."""
+    return sorted(name for name in found if name != TOPOLOGY)
 
 
 def can_go_on(out: Path) -> bool:
     """Whether a split was stopped there that ``resume`` goes on with. Raises what looking at it raises."""
-    found, journal = standing(out), journal_path(out)
-    if is_there(journal):
-        return REPLACES not in Journal.load(Disk(), journal).state.fingerprint
+    found, journal = standing(out), journal_there(out, Disk())
+    if journal is not None:
+        return REPLACES not in journal.state.fingerprint
     return bool(found) and not is_complete(found) and not others(found)
 
 
@@ -118,6 +126,46 @@ def order_path(out: Path) -> Path:
 def journal_path(out: Path) -> Path:
     """What the features and that order are made of, until such a split is complete."""
     return out.with_name(f"{out.name}.order.journal")
+
+
+def journal_there(out: Path, disk: Disk) -> Journal | None:
+    """What an unfinished split straight from features is made of. Raises StoreExistsError for a file that
+    says something else."""
+    path = journal_path(out)
+    if not is_there(path):
+        return None
+    try:
+        return Journal.load(disk, path)
+    except FormatError as error:
+        raise StoreExistsError(
+            f"{path} is needed for what the split is made of, and holds something else, which is left alone: "
+            f"give another out= ({error})"
+        ) from None
+
+
+def remove_order(out: Path, journal: Journal) -> bool:
+    """Remove the store of the order and what it is made of; False where it is being read, and stays."""
+    path = order_path(out)
+    with writer_lock(path):
+        gone = remove_store(path, journal.disk) and not is_there(path)
+    if gone:
+        journal.remove()
+    return gone
+
+
+@contextmanager
+def replacing(out: Path, disk: Disk, *, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Split a store to where a split straight from features may have been stopped. Raises StoreExistsError
+    unless that is to be replaced; then its order goes when all parts are there."""
+    then = journal_there(out, disk)
+    if then is not None and not overwrite:
+        raise StoreExistsError(
+            f"the split in {out} was begun straight from features, and is unfinished: go on with that"
+            f"{'' if resume else ' (--resume)'}, or start anew with --overwrite"
+        )
+    yield
+    if then is not None and not remove_order(out, then):
+        warn(f"{order_path(out)}, which has the order of the earlier split, is read: remove it")
 
 
 def _foreign(path: Path, why: str) -> StoreExistsError:

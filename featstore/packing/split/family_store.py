@@ -112,7 +112,8 @@ class FamilyStore:
         tables = self.transaction.journal.state.tables
         progress = self.transaction.journal.table(name)
         if not progress.done and progress.memory_bytes not in (0, memory_bytes):
-            progress = tables[name] = TableProgress()
+            progress = tables[name] = TableProgress(memory_bytes=memory_bytes)
+            self.transaction.journal.save()  # it told of files that are removed
             self.transaction.disk.rmtree(self.generation.spill, SPILL)  # of this table: those before are done
         if not progress.done:
             progress.memory_bytes = memory_bytes

@@ -20,7 +20,7 @@ from featstore.arguments import as_callback, as_choice, as_path
 from featstore.base.progress import watched
 from featstore.base.system import is_there
 from featstore.base.warning import warn
-from featstore.errors import ArgumentError, FormatError, IncompleteStoreError, SourceError, StoreExistsError
+from featstore.errors import ArgumentError, IncompleteStoreError, SourceError, StoreExistsError
 from featstore.order.orders import METHODS, default_partitions
 from featstore.packing.inputs import WITHOUT_PARTITIONS, Inputs, by_table, parse_inputs
 from featstore.packing.packing import pack
@@ -35,14 +35,17 @@ from featstore.packing.split.directory import (
     check_standing,
     is_complete,
     journal_path,
+    journal_there,
     order_path,
+    parts_of,
+    remove_order,
     standing,
 )
 from featstore.packing.split.sources import RowChecksums
 from featstore.packing.split.split import SplitRequest
 from featstore.packing.steps import pack_fingerprint
 from featstore.storage.disk import Disk
-from featstore.storage.generations import collect, remove_store, writer_lock
+from featstore.storage.generations import collect, writer_lock
 from featstore.storage.journal import Journal, State
 from featstore.storage.manifest import MANIFEST_NAME
 from featstore.storage.store import OpenStore, Table
@@ -138,9 +141,9 @@ def split_features(
                 asked.run(base)  # where all was written before, the order was left
         except BaseException:
             if not standing(asked.place):  # nothing was begun that could be gone on with
-                _remove(path, journal)
+                remove_order(asked.place, journal)
             raise
-        if not _remove(path, journal):
+        if not remove_order(asked.place, journal):
             warn(f"{path}, which has the order of the split, is not needed any more, but is read: remove it")
     return Path(as_path(out, "out"))
 
@@ -208,15 +211,7 @@ def _before(
 ) -> dict[str, Any] | None:  # fmt: skip
     """What the run was made of that this one goes on with; None where it does not. Raises StoreExistsError,
     IncompleteStoreError, SourceError where an earlier run left what cannot be gone on with, or replaced."""
-    then = None
-    if is_there(journal.path):
-        try:
-            then = Journal.load(asked.disk or Disk(), journal.path)
-        except FormatError as error:
-            raise StoreExistsError(
-                f"{journal.path} is needed for what the split is made of, and holds something else, which is "
-                f"left alone: give another out= ({error})"
-            ) from None
+    then = journal_there(asked.place, journal.disk)
     if there and not asked.resume:
         check_standing(asked.place, dict(there), resume=False, overwrite=asked.overwrite)
     if is_there(path) and then is not None and not (asked.resume or asked.overwrite):
@@ -232,7 +227,7 @@ def _before(
             "completed, or start anew with --overwrite"
         )
     made_of = then.state.fingerprint
-    if made_of.get(REPLACES):
+    if REPLACES in made_of:
         raise StoreExistsError(
             f"the split in {asked.place} was replacing another when it was stopped, and parts of that one "
             "may stand among its own: start anew with --overwrite"
@@ -251,20 +246,20 @@ def _pack_order(
 ) -> None:
     """Have the store of the order, unless an earlier run of the same input has left it."""
     there = standing(asked.place)
-    left = is_there(path / MANIFEST_NAME)
+    left, said = is_there(path / MANIFEST_NAME), journal_there(asked.place, journal.disk) is not None
     if left:
         with OpenStore(path) as store:
             ours = all(_is_order(store, table) for table in store.tables.values())
             alone = set(store.tables) == set(store.manifest.featureless)  # as of any store without features
-            if not ours or (alone and not is_there(journal.path)):
+            if not ours or ((alone or asked.overwrite) and not said):
                 raise StoreExistsError(
                     f"{path} is needed for the order of the split, and holds another store, which is left "
                     "alone: give another out="
                 )
     before = _before(path, asked, journal, there)
-    ours, resume = is_there(journal.path), asked.resume and is_there(path)
+    resume = asked.resume and is_there(path)
     if resume and not left and is_complete(there):
-        _remove(path, journal)  # it was stopped while that was being removed
+        remove_order(asked.place, journal)  # it was stopped while that was being removed
         raise StoreExistsError(f"there is nothing to resume in {asked.place}: its split was completed")
     if asked.resume and not there:
         asked.resume = False  # it was stopped before the first of its stores was begun
@@ -281,14 +276,14 @@ def _pack_order(
     graphs = {inputs.types.get(name, name): one for name, one in inputs.graphs.items()}
     given = {"graph": graphs, "arrays": inputs.arrays, **values, **options}
     if left and asked.overwrite:  # another generation would be another store
-        if not _remove(path, journal):
+        if not remove_order(asked.place, journal):
             raise StoreExistsError(f"{path}, which has the order of an earlier split, is read: close it")
-    elif is_there(path) and not ours:
+    elif is_there(path) and not said:
         raise StoreExistsError(
             f"{path} is needed for the order of the split, and is taken: give another out="
         )
-    if asked.overwrite and there:
-        journal.state.fingerprint[REPLACES] = sorted(there)
+    if asked.overwrite and parts_of(there):  # a topology alone is replaced before any part is begun
+        journal.state.fingerprint[REPLACES] = parts_of(there)
     if resume and before is not None and before.get(_MEMORY) != journal.state.fingerprint[_MEMORY]:
         warn(f"the order in {path} is made anew: it was begun with another memory= (--memory)")
         with writer_lock(path):  # how far it was is of its memory
@@ -304,15 +299,6 @@ def _pack_order(
     finally:
         if not is_there(path):
             journal.remove()
-
-
-def _remove(path: Path, journal: Journal) -> bool:
-    """Remove the store of the order and what it is made of; False where it is being read, and stays."""
-    with writer_lock(path):
-        gone = remove_store(path, journal.disk) and not is_there(path)
-    if gone:
-        journal.remove()
-    return gone
 
 
 def _is_order(store: OpenStore, table: Table) -> bool:

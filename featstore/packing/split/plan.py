@@ -130,7 +130,8 @@ class SplitPlan:
         for one in together if table in together else [table]:
             own = rows
             if one is not table:
-                needed = one.rows + 8 * (self.rows_of(one.name, host) + len(rows))
+                maps = 2 * node_dtype(len(rows)).itemsize  # of the rows, which their part holds
+                needed = one.rows + 8 * self.rows_of(one.name, host) + (8 + maps) * len(rows)
                 self.need(needed, f"find the partitions of host {host} in table {one.name!r}")
                 own = np.flatnonzero(self.host_of_row[one.name] == host)
             found |= np.diff(np.searchsorted(own, one.partition_offsets)) > 0

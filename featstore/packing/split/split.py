@@ -35,6 +35,7 @@ from featstore.packing.split.directory import (
     member_name,
     others,
     remove_others,
+    replacing,
     standing,
 )
 from featstore.packing.split.members import write_part, write_topology_store
@@ -132,7 +133,8 @@ def split_store(
         if not isinstance(store, OpenStore):
             store = opened.enter_context(OpenStore(as_path(store, "store")))
         check_place(asked.place, real_path(as_store(store).path))
-        with asked.writing():
+        disk = asked.disk or Disk()
+        with asked.writing(), replacing(asked.place, disk, resume=asked.resume, overwrite=asked.overwrite):
             if not asked.run(as_store(store)):
                 raise StoreExistsError(
                     f"there is nothing to resume in {asked.place}: its split was completed"
@@ -245,8 +247,8 @@ class _Split:
                 )
         for name in others(self._found):
             raise StoreExistsError(
-                f"{self._out / name} is finished, and of another split than the topology beside it, or there "
-                "is none: where a split was stopped while it replaced that, start anew with --overwrite"
+                f"{self._out / name} is of another split than the topology beside it, or that is not "
+                "finished: where a split was stopped while it replaced another, start anew with --overwrite"
             )
 
     def _finished(self, name: str) -> FamilyEntry | None:
