@@ -100,12 +100,12 @@ def others(found: Mapping[str, Standing]) -> list[str]:
     after it."""
     topology = found.get(TOPOLOGY)
     if topology is None or topology.unfinished:
-        return parts_of(found)
-    families = {name: found[name].family for name in parts_of(found)}
+        return host_parts(found)
+    families = {name: found[name].family for name in host_parts(found)}
     return [name for name, one in families.items() if one is not None and one.uuid != topology.uuid]
 
 
-def parts_of(found: Mapping[str, Standing]) -> list[str]:
+def host_parts(found: Mapping[str, Standing]) -> list[str]:
     """The hosts' parts."""
     return sorted(name for name in found if name != TOPOLOGY)
 

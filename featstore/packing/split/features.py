@@ -33,11 +33,11 @@ from featstore.packing.split.directory import (
     Standing,
     check_place,
     check_standing,
+    host_parts,
     is_complete,
     journal_path,
     journal_there,
     order_path,
-    parts_of,
     remove_order,
     standing,
 )
@@ -282,8 +282,8 @@ def _pack_order(
         raise StoreExistsError(
             f"{path} is needed for the order of the split, and is taken: give another out="
         )
-    if asked.overwrite and parts_of(there):  # a topology alone is replaced before any part is begun
-        journal.state.fingerprint[REPLACES] = parts_of(there)
+    if asked.overwrite and host_parts(there):  # a topology alone is replaced before any part is begun
+        journal.state.fingerprint[REPLACES] = host_parts(there)
     if resume and before is not None and before.get(_MEMORY) != journal.state.fingerprint[_MEMORY]:
         warn(f"the order in {path} is made anew: it was begun with another memory= (--memory)")
         with writer_lock(path):  # how far it was is of its memory
