@@ -79,6 +79,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-disk", action="store_true", help="no temporary folders in memory")
+    parser.addoption("--thorough", action="store_true", help="also what is marked so")
 
 
 #: Files that take longest, or wait longest, for a worker. All others take seconds.
@@ -103,8 +104,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that at the end no worker waits for another."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files first, so that at the end no worker waits for another; what is marked thorough only where it
+    is asked for."""
+    if not config.getoption("--thorough"):
+        left_out = pytest.mark.skip(reason="much the same as another, and long: --thorough")
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(left_out)
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
     gc.enable()

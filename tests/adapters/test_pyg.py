@@ -103,7 +103,9 @@ def test_loader_delivers_rows_labels_and_edges(graph: Any, features: Any) -> Non
         np.testing.assert_array_equal(alone.col, col)
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(
+    ("method", "workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.thorough)]
+)
 def test_workers_sample_the_same(graph: Any, features: Any, method: str, workers: int) -> None:
     expected = list(loader_over(graph, FeatstoreFeatures(ArrayReader(features=features))))
     loader = loader_over(

@@ -305,7 +305,13 @@ TRACES = {"power law": (0.8, 0.1), "steep": (1.2, 0.0), "uniform": (0.0, 0.0)}
 
 
 @pytest.mark.parametrize(
-    ("name", "row_bytes"), [("power law", 1000), ("power law", 4096), ("steep", 1000), ("uniform", 4096)]
+    ("name", "row_bytes"),
+    [
+        pytest.param("power law", 1000, marks=pytest.mark.thorough),
+        ("power law", 4096),
+        ("steep", 1000),
+        pytest.param("uniform", 4096, marks=pytest.mark.thorough),
+    ],
 )
 def test_close_to_brute_force_and_never_above_the_paper(tmp_path: Path, name: str, row_bytes: int) -> None:
     exponent, dropped = TRACES[name]

@@ -298,7 +298,7 @@ def test_while_a_model_or_a_cache_is_saved(
         assert len(list(loader)) == 5, "training goes on"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EDQUOT, marks=pytest.mark.thorough)])
 def test_while_a_device_is_measured(
     tmp_path: Path, full: Refusals, pack: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -2,7 +2,7 @@
 with PeerError, which names it, in time, and never with rows that are not the source's. A restart goes on with
 the mini-batches that were left.
 
-``FAULT_MOMENTS``: moments of each kind, 1 by default; from 2 on also the kinds that take longest."""
+``FAULT_MOMENTS``: moments of each kind, 1 by default."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
 TIMEOUT_SECONDS, GRACE_SECONDS = 3, 4  # the grace is of a machine that has a few things to do
 START_SECONDS = 40.0
 KINDS = ["SIGKILL", "SIGSTOP", "cut"]
-LONG = pytest.mark.skipif(MOMENTS < 2, reason="takes ten seconds of a core: FAULT_MOMENTS=2, or more")
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +218,7 @@ with store.reader(memory="16MiB") as reader:
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("error", 1), pytest.param("end", 0, marks=LONG)])
+@pytest.mark.parametrize(("how", "code"), [("error", 1), pytest.param("end", 0, marks=pytest.mark.thorough)])
 def test_a_process_that_leaves_the_store_open_ends_as_it_would(folder: Path, how: str, code: int) -> None:
     """Its threads are waiting for the network when the interpreter goes, and do not end it by SIGABRT; others
     are told."""
@@ -246,8 +245,8 @@ def test_a_process_that_leaves_the_store_open_ends_as_it_would(folder: Path, how
     ("kind", "why", "code"),
     [
         ("SIGSTOP", r"PeerError: host 1 \(rank 1\) was not heard of for 3 seconds", "1"),
-        pytest.param("SIGKILL", "", "-9", marks=LONG),
-        pytest.param("cut", r"PeerError: host [01] \(rank [01]\) is gone", "1", marks=LONG),
+        pytest.param("SIGKILL", "", "-9", marks=pytest.mark.thorough),
+        pytest.param("cut", r"PeerError: host [01] \(rank [01]\) is gone", "1", marks=pytest.mark.thorough),
     ],
 )
 def test_under_torchrun_it_is_the_error_of_the_process(folder: Path, kind: str, why: str, code: str) -> None:

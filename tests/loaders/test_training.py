@@ -100,7 +100,13 @@ def test_losses_are_bit_for_bit_those_of_memory(store: Any, mode: str, world_siz
 
 
 @pytest.mark.parametrize(
-    ("mode", "context"), [("online", "fork"), ("rolling", "fork"), ("compiled", "fork"), ("online", "spawn")]
+    ("mode", "context"),
+    [
+        ("online", "fork"),
+        ("rolling", "fork"),
+        ("compiled", "fork"),
+        pytest.param("online", "spawn", marks=pytest.mark.thorough),
+    ],
 )
 def test_mini_batches_of_workers(
     store: Any, mode: str, context: str, monkeypatch: pytest.MonkeyPatch

@@ -180,7 +180,7 @@ def read_half(
     return found
 
 
-@pytest.mark.parametrize("through", ["client", "pyg"])
+@pytest.mark.parametrize("through", ["client", pytest.param("pyg", marks=pytest.mark.thorough)])
 def test_each_row_is_read_once_for_all_ranks(
     ranks: Ranks, packed: Path, features: np.ndarray, through: str
 ) -> None:

@@ -242,7 +242,7 @@ class Collate:
         return nodes, self.client.read(nodes)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_in_workers_of_a_data_loader(shared: SharedBuffer, features: np.ndarray, method: str) -> None:
     torch = pytest.importorskip("torch")
     order = np.random.default_rng(0).permutation(ROWS).tolist()

@@ -379,7 +379,7 @@ def check_in_worker(path: Path, client: BufferClient, arrays: dict[str, np.ndarr
         check_source(reader, arrays, seed=seed, requests=6, threads=2, ids_max=200)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_in_several_processes(store: featstore.Store, arrays: dict[str, np.ndarray], method: str) -> None:
     context = multiprocessing.get_context(method)
     with featstore.SharedBuffer(store, memory=smallest(store, batch_rows=20), batch_rows=20) as shared:
