@@ -358,7 +358,15 @@ def test_a_split_of_a_store_takes_the_place_of_one_that_was_begun_from_features(
             featstore.split(tmp_path / "s", 2, out, **option)
     with pytest.raises(UnknownNameError):  # nothing is replaced, and it can be gone on with
         featstore.split(tmp_path / "s", 2, out, train="trian", overwrite=True)
-    shutil.copytree(tmp_path, tmp_path.with_name("as-it-was"), dirs_exist_ok=True)
+    for name in ("as-it-was", "another"):
+        shutil.copytree(tmp_path, tmp_path.with_name(name), dirs_exist_ok=True)
+    other = tmp_path.with_name("another")
+    shutil.rmtree(other / "out.order")
+    featstore.pack(other / "out.order", x).close()
+    before = tree(other / "out.order")
+    featstore.split(tmp_path / "s", 2, other / "out", overwrite=True)
+    assert tree(other / "out.order") == before
+    assert not (other / "out.order.journal").exists()
     featstore.split(tmp_path / "s", 2, out, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "s"]
     check_rows(out, x)

@@ -19,7 +19,7 @@ from featstore.errors import FormatError, IncompleteStoreError, SourceError, Sto
 from featstore.storage.disk import Disk
 from featstore.storage.generations import LOCK_NAME, current, names, remove_store, writer_lock
 from featstore.storage.journal import Journal
-from featstore.storage.manifest import TOPOLOGY, FamilyEntry
+from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY, FamilyEntry
 from featstore.storage.store import OpenStore
 
 REPLACES = "replaces"  # in a journal beside a split: the parts of another that it replaces
@@ -143,6 +143,15 @@ def journal_there(out: Path, disk: Disk) -> Journal | None:
         ) from None
 
 
+def is_order(path: Path) -> bool:
+    """Whether a store may be of an order: has checksums of rows alone, and nodes without features."""
+    with OpenStore(path) as store:
+        return all(
+            (table.entry.dtype == "uint32" and not table.row_shape) or name in store.manifest.featureless
+            for name, table in store.tables.items()
+        )
+
+
 def remove_order(out: Path, journal: Journal) -> bool:
     """Remove the store of the order and what it is made of; False where it is being read, and stays."""
     path = order_path(out)
@@ -164,8 +173,13 @@ def replacing(out: Path, disk: Disk, *, resume: bool, overwrite: bool) -> Iterat
             f"{'' if resume else ' (--resume)'}, or start anew with --overwrite"
         )
     yield
-    if then is not None and not remove_order(out, then):
-        warn(f"{order_path(out)}, which has the order of the earlier split, is read: remove it")
+    path = order_path(out)
+    if then is None:
+        return
+    if is_there(path / MANIFEST_NAME) and not is_order(path):  # somebody has put it there since
+        then.remove()
+    elif not remove_order(out, then):
+        warn(f"{path}, which has the order of the earlier split, is read: remove it")
 
 
 def _foreign(path: Path, why: str) -> StoreExistsError:

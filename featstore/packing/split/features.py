@@ -35,6 +35,7 @@ from featstore.packing.split.directory import (
     check_standing,
     host_parts,
     is_complete,
+    is_order,
     journal_path,
     journal_there,
     order_path,
@@ -48,7 +49,7 @@ from featstore.storage.disk import Disk
 from featstore.storage.generations import collect, writer_lock
 from featstore.storage.journal import Journal, State
 from featstore.storage.manifest import MANIFEST_NAME
-from featstore.storage.store import OpenStore, Table
+from featstore.storage.store import OpenStore
 
 __all__ = ["split_features"]
 
@@ -247,15 +248,11 @@ def _pack_order(
     """Have the store of the order, unless an earlier run of the same input has left it."""
     there = standing(asked.place)
     left, said = is_there(path / MANIFEST_NAME), journal_there(asked.place, journal.disk) is not None
-    if left:
-        with OpenStore(path) as store:
-            ours = all(_is_order(store, table) for table in store.tables.values())
-            alone = set(store.tables) == set(store.manifest.featureless)  # as of any store without features
-            if not ours or ((alone or asked.overwrite) and not said):
-                raise StoreExistsError(
-                    f"{path} is needed for the order of the split, and holds another store, which is left "
-                    "alone: give another out="
-                )
+    if left and (not is_order(path) or not (said or asked.resume)):
+        raise StoreExistsError(
+            f"{path} is needed for the order of the split, and holds another store, which is left alone: "
+            "give another out="
+        )
     before = _before(path, asked, journal, there)
     resume = asked.resume and is_there(path)
     if resume and not left and is_complete(there):
@@ -299,9 +296,3 @@ def _pack_order(
     finally:
         if not is_there(path):
             journal.remove()
-
-
-def _is_order(store: OpenStore, table: Table) -> bool:
-    """Whether it is a table of the order alone, of rows' checksums or of nodes without features."""
-    checksums = table.entry.dtype == "uint32" and not table.row_shape
-    return checksums or table.name in store.manifest.featureless
