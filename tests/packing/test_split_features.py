@@ -262,6 +262,12 @@ def test_what_cannot_be_split_straight_is_refused(tmp_path: Path) -> None:
     assert tree(tmp_path / "out.order") == before
 
 
+def test_where_nothing_is_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteStoreError, match="nothing to resume"):
+        featstore.split_features(values(NODES, 9, DTYPES[0], 1), 2, tmp_path / "out", resume=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_store_of_whole_numbers_is_no_order(tmp_path: Path) -> None:
     """Of the same dtype and shape as the rows' checksums there: of a user who is to lose nothing."""
     featstore.pack(tmp_path / "out.order", np.ones(NODES, np.uint32)).close()

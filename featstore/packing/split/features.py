@@ -220,8 +220,10 @@ def _before(
             f"{path} has the order of an unfinished split; go on with --resume (the same input and options), "
             "or start anew with --overwrite"
         )
-    if not asked.resume or not (there or is_there(path)):
+    if not asked.resume:
         return None
+    if not is_there(path):
+        check_standing(asked.place, dict(there), resume=True, overwrite=False)
     if then is None:
         raise IncompleteStoreError(
             f"{journal.path}, which says what the split in {asked.place} is made of, is gone: the split was "
