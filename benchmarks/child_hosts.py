@@ -213,7 +213,7 @@ def parts_of(batch: Any) -> tuple[Any, ...]:
 
 def main(said: dict[str, Any]) -> dict[str, Any]:
     slow, wires = said["slow"], list[SlowWire]()
-    if slow is not None:
+    if slow is not None and slow != [0.0, float("inf")]:
 
         def slowed(place: HostPlace, timeout: float) -> SlowWire:
             wires.append(SlowWire(open_wire(place, timeout), *slow))

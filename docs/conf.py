@@ -15,6 +15,7 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "docs/**.md", "docs/notebooks/*.ipynb", "formats/**.md"]
+exclude_patterns = [".*", "site", "build", "dist"]  # not even looked through, as environments are large
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a notebook is made one when it is read
 html_theme = "furo"
 html_title = f"featstore {version}"
