@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_integer, as_path, need_package
+from featstore.base.sequences import in_turn
 from featstore.base.system import asking, is_directory
 from featstore.base.warning import warn
 from featstore.errors import IdError, SourceError
@@ -87,6 +88,9 @@ class SavedSamples(Sequence[Any]):
     def __len__(self) -> int:
         """Number of mini-batches."""
         return int(self._ends[-1])
+
+    def __iter__(self) -> Iterator[Any]:
+        return in_turn(self)
 
     @overload
     def __getitem__(self, index: int) -> tuple[NDArray[np.int64], dict[str, Any]]: ...

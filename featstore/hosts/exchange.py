@@ -34,11 +34,12 @@ from featstore.errors import ClosedError, FormatError, PeerError, SourceError
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import AnswerPlace, Ask
 from featstore.hosts.line import PLACES, POSTED, HostLine, Outgoing, Serve, ServeLists, received_bytes
+from featstore.hosts.loaders import LoadersOfHosts
 from featstore.hosts.wire import Wire
 
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
-_VERSION = 4
+_VERSION = 5
 _started: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -80,9 +81,7 @@ class Exchange(OneProcess):
         self._failing, self._counting = threading.Lock(), threading.Lock()
         self._changed = Wake()
         self._received = dict.fromkeys((ms.Kind.ASK, ms.Kind.PICK), (0, 0))
-        self._own: list[int] = []  # digests of loaders' options
-        self._theirs: dict[tuple[int, int], int] = {}
-        self._steps: dict[tuple[int, int], int] = {}  # by host, and number of an epoch
+        self.loaders = LoadersOfHosts(self)
         peers = [host for host in range(wire.hosts) if host != wire.host]
         agreed = self._agree(peers, dict(about), body_bytes, ids_max)
         self.body_bytes, self.ids_max = agreed
@@ -107,7 +106,7 @@ class Exchange(OneProcess):
                     f"host {peer} (rank {self.wire.rank_of(peer)}) does not have what this host has "
                     f"({', '.join(other)} differ: here {about.get(other[0], _VERSION)!r}, there "
                     f"{theirs.get('about', {}).get(other[0], theirs.get('version'))!r}): give every host its "
-                    "part of the same split, and the same version of featstore"
+                    "part of the same split, the same timeout_seconds=, and the same version of featstore"
                 )
             body_bytes, ids_max = min(body_bytes, theirs["body_bytes"]), min(ids_max, theirs["ids_max"])
         _wait_for(telling)  # end() would keep one that has not begun from telling
@@ -150,63 +149,13 @@ class Exchange(OneProcess):
         """Have what is asked for sent; the ask ends with it, or with an error."""
         self.lines[peer].ask(ask)
 
-    def agree(self, digest: int) -> int:
-        """Say what options the next loader of this host has, and return its number; where another host's of
-        the same number has others, their steps would not go together, and all fail."""
-        with self._counting:
-            number = len(self._own)
-            self._own.append(digest)
-        for line in self.lines.values():
-            line.say(Outgoing(ms.Kind.SAME, number, digest))
-        for peer in self.lines:
-            self._compare(peer, number)
-        return number
-
-    def compare(self, peer: int, number: int, digest: int) -> None:
-        """Another host has said what options one of its loaders has."""
-        self._theirs[peer, number] = digest
-        self._compare(peer, number)
-
-    def _compare(self, peer: int, number: int) -> None:
-        theirs = self._theirs.get((peer, number))
-        own = self._own[number] if number < len(self._own) else theirs
-        if theirs is not None and own != theirs:
-            what = (
-                f"makes a loader (its number {number} of this store) of other options than this host: mode, "
-                "seeds or links, fanouts, batch_size, seed, drop_last and graph must be the same on all, or "
-                "steps would not be"
-            )
-            self.fail(self.peer_error(peer, what))
-
-    def say_steps(self, number: int, steps: int) -> None:
-        """Tell all hosts how many steps this one has in an epoch of that number; what it has told, it does
-        not tell again."""
-        if (self.wire.host, number) not in self._steps:
-            self._steps[self.wire.host, number] = steps
-            for line in self.lines.values():
-                line.say(Outgoing(ms.Kind.STEPS, number, steps))
-
-    def heard_steps(self, peer: int, number: int, steps: int) -> None:
-        """Another host has said how many it has."""
-        self._steps[peer, number] = steps
-        self.changed()
-
-    def steps_of_all(self, number: int) -> list[int]:
-        """The steps of all hosts in an epoch of that number, in their order, waited for. Raises
-        PeerError."""
-        found: list[int] = []
-        for host in range(self.wire.hosts):
-            while (host, number) not in self._steps:
-                if self.error is not None:
-                    raise self.error
-                if host in self.lines and self.lines[host].bye_heard:
-                    raise self.peer_error(host, "has closed the store, and begins no epoch any more")
-                self.check_process()
-                self._changed.wait(0.05)
-            found.append(self._steps[host, number])
-        return found
-
     # What is known.
+
+    def check(self) -> None:
+        """Raise PeerError where a host is gone; warn where one trains on something else."""
+        if self.error is not None:
+            raise self.error
+        self.loaders.check()
 
     def received(self, kind: ms.Kind, rows: int, byte_count: int) -> None:
         with self._counting:
@@ -280,6 +229,10 @@ class Exchange(OneProcess):
 
     def changed(self) -> None:
         self._changed.set()
+
+    def wait(self, seconds: float) -> None:
+        """Until something has changed, or for so long."""
+        self._changed.wait(seconds)
 
     def close(self, because: str = "") -> None:
         """Wait for what was asked, say that nothing more will be, and serve until the other hosts have said

@@ -58,6 +58,16 @@ def received_bytes(body_bytes: int, ids_max: int, tables: int) -> int:
     return max(body_bytes, 8 * (ids_max + tables), ms.TEXT_BYTES_MAX)
 
 
+class HearsOfLoaders(Protocol):
+    """Is told what another host says of its loaders."""
+
+    def compare(self, peer: int, number: int, digest: int) -> None: ...
+
+    def heard_steps(self, peer: int, number: int, steps: int) -> None: ...
+
+    def heard_position(self, peer: int, loader: int, epoch: int, body: NDArray[np.uint8]) -> None: ...
+
+
 class OfLines(Protocol):
     """What a line asks of the exchange that it is of."""
 
@@ -83,9 +93,8 @@ class OfLines(Protocol):
 
     def changed(self) -> None: ...
 
-    def compare(self, peer: int, number: int, digest: int) -> None: ...
-
-    def heard_steps(self, peer: int, number: int, steps: int) -> None: ...
+    @property
+    def loaders(self) -> HearsOfLoaders: ...
 
 
 class HostLine:
@@ -236,9 +245,13 @@ class HostLine:
                 if kind in take:
                     take[kind](found, ms.body_of(found, raw))
                 elif kind == ms.Kind.SAME:
-                    exchange.compare(self.peer, found.number, found.detail)
+                    exchange.loaders.compare(self.peer, found.number, found.detail)
                 elif kind == ms.Kind.STEPS:
-                    exchange.heard_steps(self.peer, found.number, found.detail)
+                    exchange.loaders.heard_steps(self.peer, found.number, found.detail)
+                elif kind == ms.Kind.BEGIN:
+                    exchange.loaders.heard_position(
+                        self.peer, found.number, found.detail, ms.body_of(found, raw)
+                    )
                 elif kind == ms.Kind.BYE:
                     self.bye_heard = True
                     self._wake.set()

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
-_EPOCHS_MAX = 1 << 40  # of a loader
 
 
 class WholeStore(OpenStore):
@@ -187,7 +186,7 @@ class WholeStore(OpenStore):
             return
         options = {"static": "auto"} | options
         self._serving = Reader(self.part, tables=names, memory=self._memory["reader"], **options)
-        about = {"family": self.uuid, "hosts": place.hosts, "tables": names}
+        about = {"family": self.uuid, "hosts": place.hosts, "tables": names, "timeout_seconds": timeout}
         try:
             wire = open_wire(place, timeout)
             try:
@@ -255,9 +254,10 @@ class WholeStore(OpenStore):
     # Rows.
 
     def check_peers(self) -> None:
-        """Raise PeerError where a host is gone, for who asks for nothing."""
-        if self._exchange is not None and self._exchange.error is not None:
-            raise self._exchange.error
+        """Raise PeerError where a host is gone, for who asks for nothing; warn where one trains on something
+        else."""
+        if self._exchange is not None:
+            self._exchange.check()
 
     def source(
         self, tables: Sequence[str], *, halo: TierSpec | None = None, halo_memory: int = 0, **options: Any
@@ -268,10 +268,16 @@ class WholeStore(OpenStore):
         copies = {name: self.copies[name] for name in tables if name in self.copies}
         here = [*tables, *(f"{name}.{HALO}" for name in copies)]
         reader = Reader(self.part, tables=here, **options)
-        return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
+        try:
+            return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
+        except BaseException:
+            reader.close()
+            raise
 
     def _check_leads(self) -> None:
         self.check_open()
+        if self._exchange is not None:
+            self._exchange.check_process()
         if not self.place.leads:
             raise ArgumentError(
                 f"the lines to other hosts are those of local rank 0, and this is local rank "
@@ -301,16 +307,24 @@ class WholeStore(OpenStore):
         if self._exchange is None:
             return 0
         text = repr(sorted((name, repr(value)) for name, value in options.items()))
-        return self._exchange.agree(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))
+        return self._exchange.loaders.agree(
+            int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        )
+
+    def say_position(self, loader: int, epoch: int, step: int) -> None:
+        """Tell all hosts from where on this one goes through an epoch of the loader of that number; where
+        they begin elsewhere, :meth:`check_peers` warns."""
+        if self._exchange is not None:
+            self._exchange.loaders.say_position(loader, epoch, step)
 
     def say_steps(self, loader: int, epoch: int, steps: int) -> None:
         """Tell all hosts how many steps this one has in an epoch of the loader of that number."""
         if self._exchange is not None:
-            self._exchange.say_steps(loader * _EPOCHS_MAX + epoch, steps)
+            self._exchange.loaders.say_steps(loader, epoch, steps)
 
     def steps_of_all(self, loader: int, epoch: int) -> list[int]:
         """The steps of all hosts there, waited for; of one host none. Raises PeerError."""
-        return [] if self._exchange is None else self._exchange.steps_of_all(loader * _EPOCHS_MAX + epoch)
+        return [] if self._exchange is None else self._exchange.loaders.steps_of_all(loader, epoch)
 
     def received(self) -> tuple[int, int]:
         """Rows that have come from other hosts, and their bytes."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from featstore.base.sequences import each_of
 from featstore.errors import ArgumentError
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.batches import SampledBatches
@@ -22,11 +23,15 @@ class GivenShare:
     Where they do not divide evenly, the first ones stand twice; with ``drop_last`` the last ones are left
     out. ``padded`` and ``dropped`` say how many, of the epoch that was gone through last. Of a sequence only
     a rank's own are asked for; of anything else each rank goes through all of them, and passes over the
-    others.
+    others. ``divided``: they are this rank's own already.
     """
 
-    def __init__(self, batches: Sampler, rank: int = 0, world_size: int = 1, drop_last: bool = False) -> None:
+    def __init__(
+        self, batches: Sampler, rank: int = 0, world_size: int = 1, drop_last: bool = False,
+        divided: bool = False,
+    ) -> None:  # fmt: skip
         self._batches, self._rank, self.num_replicas, self._drop_last = batches, rank, world_size, drop_last
+        self._divided = divided
         self.padded = self.dropped = 0
         self._begun_at = (0, 0)  # an epoch, and how many mini-batches of it are over
 
@@ -35,8 +40,18 @@ class GivenShare:
         """Mini-batches of all ranks together that a step goes on by."""
         return self.num_replicas
 
+    def check_rest(self, over: int) -> None:
+        """Raise ArgumentError where mini-batches divide themselves, and any of all ranks' are over."""
+        if over and self._divided:
+            raise ArgumentError(
+                "the state is of mini-batches that were divided among ranks, and these divide themselves: "
+                "which are over is not known. Give what was given then, or begin the next epoch, set_epoch()"
+            )
+
     def begin_at(self, epoch: int, over: int) -> None:
-        """Of this epoch the first ``over`` mini-batches are over: the others are divided."""
+        """Of this epoch the first ``over`` mini-batches are over: the others are divided. Raises
+        ArgumentError, see :meth:`check_rest`."""
+        self.check_rest(over)
         self._begun_at = epoch, over
 
     @property
@@ -58,7 +73,7 @@ class GivenShare:
         if isinstance(batches, LinkBatches) and self.num_replicas == 1:  # which hosts have divided
             self.padded, self.dropped = batches.padded, batches.dropped
         if self.num_replicas == 1 and not over:
-            return batches
+            return each_of(batches)
         if isinstance(batches, Sequence):
             order = np.arange(over, len(batches))
             mine, self.padded, self.dropped = share_of(

@@ -102,6 +102,7 @@ class Loader(Shown, LoaderBase):
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
         self._resumed = False  # a state was loaded since the last iteration
+        self._stands = True  # the mode, at the beginning of that epoch
         _open_loaders.add(self)
 
     # Going through it.
@@ -109,9 +110,10 @@ class Loader(Shown, LoaderBase):
     def __iter__(self) -> Iterator[Batch]:
         """The mini-batches of the epoch where training stands; then the next epoch is that."""
         self.check_open()
-        if self._next and not self._resumed:  # the epoch before was broken off
-            self.set_epoch(self._epoch + 1)
-        self._resumed = False
+        if not (self._resumed or self._stands):  # the epoch before was broken off, or failed as it began
+            self.set_epoch(self._epoch + bool(self._next))
+        self._resumed = self._stands = False
+        self._mode.begin(self._epoch, self._next)
         if self._watch is not None:
             self._watch.begin(self.report())
         with self._shares.told_of_all():
@@ -126,7 +128,9 @@ class Loader(Shown, LoaderBase):
                 del batch
         if self._watch is not None:
             self._tell(end=True)
-        self._epoch, self._next, self._over = self._epoch + 1, 0, 0
+        if self._over:
+            self._mode.end_rest()
+        self._epoch, self._next, self._over, self._stands = self._epoch + 1, 0, 0, True
 
     def _tell(self, end: bool = False) -> None:
         assert self._watch is not None
@@ -162,9 +166,10 @@ class Loader(Shown, LoaderBase):
         epoch = args.as_count(epoch, "epoch", 0)
         if self._over:
             self._mode.go_on(epoch, 0)
-        elif (epoch, 0) != (self._epoch, self._next):  # or it stands there already
+        elif not self._stands or epoch != self._epoch:
             self._mode.set_epoch(epoch)
-        self._epoch, self._next, self._over, self._resumed = epoch, 0, 0, False
+        self._epoch, self._next, self._over = epoch, 0, 0
+        self._resumed, self._stands = False, True
 
     # Resuming.
 
@@ -197,6 +202,7 @@ class Loader(Shown, LoaderBase):
         epoch, after, at = position_of(state, self._identity, names)
         step, over = (args.as_count(at[name], f"{name} of the state", 0) for name in ("step", "over"))
         ranks, in_mode = args.as_count(at["ranks"], "ranks of the state"), at["in_mode"]
+        self._stands = False
         if not after and in_mode is None:
             after, over = self._begin(epoch, over)
         elif (ranks, step) != (self._ranks.shares, self._mode.per_step):
@@ -241,7 +247,7 @@ class Loader(Shown, LoaderBase):
         self.check_open()
         if self.mode != "online":
             raise ArgumentError(f"save_cache is of mode 'online', not of {self.mode!r}")
-        self._mode.loader.save_cache(name)
+        self._mode.save_cache(name)
 
     def report(self) -> LoaderReport:
         """What has been measured so far."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from featstore import arguments as args
@@ -23,8 +24,9 @@ from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.loaders.online.lookahead import Lookahead, check_known_ahead, tables_looked_at
+from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
+from featstore.loaders.over_hosts import auto_is_online, check_ranks, halo_bytes, said_alike, tell_uneven
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
@@ -39,7 +41,6 @@ from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
-from featstore.units import parse_bytes
 
 _BATCH_SIZE = 1024
 _OF_A_RANK = ("rank", "attach")  # options that ranks that share a loader may have of their own
@@ -65,11 +66,14 @@ class Making:
         self._sampled = given.get("seeds") is not None
         self.ranks = Ranks.of(given.get("rank"), given.get("world_size"), batches)
         if isinstance(store, WholeStore):
-            self._check_hosts(store, batches)
+            check_ranks(store, given, self.ranks, batches)
+            if given.auto:
+                because = "what rows of other hosts take is not known beforehand: ask for another mode, mode="
+                self.taken = auto_is_online(given, because)
         self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
         whole = TypedWhole if store.edge_types else Whole
         self.whole = whole(store, given.get("edge_table"), given.get("attach", ()))
-        held = self.whole.held_bytes + self._halo_bytes(batches)
+        held = self.whole.held_bytes + halo_bytes(store, given, batches)
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"
             raise BudgetError(held + aside + 1, memory_bytes + aside, what)
@@ -93,8 +97,7 @@ class Making:
         else:
             if given.auto:
                 because = "ranks that share a loader take another mode only where it is asked for"
-                self.taken = Taken("online", because, None)
-                given.mode = "online"
+                self.taken = auto_is_online(given, because)
             alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
             size = self._seeds_of_a_step()["batch_size"]
             per_step = 0 if given.mode == "partitions" else ranks.shares * size  # as of a loader of its own
@@ -116,7 +119,8 @@ class Making:
         """The mode of the ranks here. Hosts agree last: what fails on one alone may be tried again."""
         given = self.given
         if batches is not None:
-            self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last)
+            divided = self.ranks.shares < self.ranks.world_size
+            self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last, divided)
         elif self._sampled and given.mode != "partitions":
             self.share = self._sample()
         if given.mode == "auto":
@@ -134,7 +138,7 @@ class Making:
         if isinstance(self.store, WholeStore):
             mode.check = self.store.check_peers
             if self._alike:
-                self.store.agree(self._alike)
+                mode.say = partial(self.store.say_position, self.store.agree(self._alike))
         return mode
 
     def _taken(self, batches: Sampler | None) -> Taken:
@@ -151,42 +155,6 @@ class Making:
         return auto(self.store, batches, own, memory, given.said, given.reading)
 
     # Whose mini-batches.
-
-    def _check_hosts(self, store: WholeStore, batches: Any) -> None:
-        """What a store that is split by hosts has of modes and ranks. Mode auto is online."""
-        given, place = self.given, store.place
-        if given.auto:
-            self.given.mode, self.given.auto = "online", False
-            because = "what rows of other hosts take is not known beforehand: ask for another mode, mode="
-            self.taken = Taken("online", because, None)
-        world = place.hosts * place.ranks
-        if batches is None and self.ranks.world_size != world:
-            raise ArgumentError(
-                f"of a store that is split by {place.hosts} hosts, all {world} ranks of the run train "
-                f"together, not {self.ranks.world_size}"
-            )
-
-    def _halo_bytes(self, batches: Sampler | None) -> int:
-        """What the rows kept of other hosts take."""
-        halo = self.given.get("halo")
-        if halo is None:
-            return 0
-        if not isinstance(self.store, WholeStore):
-            raise ArgumentError("halo= keeps rows of other hosts: it is of a store that is split by hosts")
-        needed = ("over", "host_bytes", "least_bytes")
-        if not isinstance(halo, int | str) and not all(callable(getattr(halo, n, None)) for n in needed):
-            raise ArgumentError(
-                "halo must be a size, featstore.Buffer(...) or featstore.MassiveGNN(...), not "
-                f"{args.shown(halo)}"
-            )
-        if isinstance(halo, int | str):
-            check_known_ahead(None if self._sampled else batches)
-            return parse_bytes(halo, "halo")
-        tables = list(self.store.tables.values())
-        found = halo.host_bytes(tables)
-        if found is None:
-            raise ArgumentError(f"halo={halo!r} has no memory of its own: say how much, memory=")
-        return int(max(found, halo.least_bytes(tables)))
 
     def _check_given(self, batches: Any) -> None:
         """Mini-batches were given."""
@@ -237,13 +205,16 @@ class Making:
             said = ids.tobytes() + (b"" if listed is None or listed.times is None else listed.times.tobytes())
             digest = hashlib.sha256(said).hexdigest()
             alike = alike | {"seeds": digest, "seed": self._seed, "mode": self.given.mode}
-            self._alike = alike | self._seeds_of_a_step() | {"in_order": in_order}
+            alike = alike | {"said": said_alike(self.given.said), "in_order": in_order}
+            self._alike = alike | self._seeds_of_a_step()
         if listed is not None:
             sampler, seeds = listed, listed.numbers
         made = RankedBatches(
             sampler, seeds, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
         )
         self._opened.callback(made.close)
+        if owned:
+            tell_uneven(made)
         if not len(made):
             raise ArgumentError(
                 f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
@@ -314,7 +285,7 @@ class Making:
             **self.given.reading,
         )  # fmt: skip
         if looking is not None:
-            loader.on_begin = looking.begin
+            loader.on_begin, looking.unwanted = looking.begin, loader.is_stopping
         return Mode(loader)
 
     def _compiled(self, own: dict[str, Any]) -> Mode:

@@ -41,6 +41,8 @@ class Mode:
 
     #: Called before each mini-batch, and raises where none must come any more: another host is gone.
     check: Callable[[], None] | None = None
+    #: Told of the epoch and the step where an iteration begins: other hosts are to begin there, too.
+    say: Callable[[int, int], None] | None = None
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
     #: Tells a BudgetError of a share of the memory as one of all of it.
@@ -48,6 +50,11 @@ class Mode:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+
+    def begin(self, epoch: int, step: int) -> None:
+        """An iteration begins there."""
+        if self.say is not None:
+            self.say(epoch, step)
 
     def epoch(self) -> Generator[Any]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
@@ -75,9 +82,19 @@ class Mode:
         mini-batches) that are divided. Returns mini-batches of this rank that are over, and how much of
         the epoch was over before its first. Raises ArgumentError where that cannot be."""
         assert self.share is not None
+        self.share.check_rest(over)
         self.set_epoch(epoch)
         self.share.begin_at(epoch, over)
         return 0, over
+
+    def end_rest(self) -> None:
+        """The rest of an epoch that was gone on with is over: that epoch is whole again."""
+        if self.share is not None:
+            self.share.begin_at(0, 0)
+
+    def save_cache(self, name: str) -> None:
+        """Save which rows are in the buffers. Raises ArgumentError where that cannot be."""
+        self.loader.save_cache(name)
 
     def length(self) -> int:
         """Mini-batches of an epoch, this rank's. Raises ArgumentError where that is not known."""
@@ -265,6 +282,7 @@ class RollingMode(Mode):
     """Fresh mini-batches every epoch, prepared beside the training on those before."""
 
     loader: RollingLoader
+    _anew = False  # an episode that is there is the rest of its epoch
 
     def _going(self) -> Generator[Any]:
         for batch in super()._going():  # which has no end
@@ -275,10 +293,21 @@ class RollingMode(Mode):
                 return
 
     def set_epoch(self, epoch: int) -> None:
-        self.loader.seek(epoch)
+        self.loader.seek(epoch, anew=self._anew)
+        self._anew = False
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self._anew:
+            self.set_epoch(state["epoch"])
+        super().load_state(state)
+
+    def end_rest(self) -> None:
+        super().end_rest()
+        self._anew = True
 
     def go_on(self, epoch: int, over: int) -> tuple[int, int]:
         assert self.share is not None
+        self.share.check_rest(over)
         self.loader.seek(epoch, anew=True)
         self.share.begin_at(epoch, over)
         return 0, over

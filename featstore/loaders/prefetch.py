@@ -212,8 +212,13 @@ class Prefetch(ABC):
     def check(self) -> None:
         """Raise ClosedError where there is nothing to wait for."""
         self._check_process()
-        if self._stop:
+        if self.stopping:
             raise ClosedError(self._stop)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was stopped; its threads may not have ended yet."""
+        return bool(self._stop)
 
     def close(self, because: str = "the loader is closed; make another with store.loader()") -> None:
         """Stop, also in the middle; nothing is under way afterwards. Whoever still waits for a mini-batch is

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
 from featstore.base.environment import MEMORY
 from featstore.base.hashing import batch_key, random_words
+from featstore.base.sequences import in_turn
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
@@ -30,7 +31,7 @@ from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.edge_ids import wants_edge_ids
 from featstore.sampling.hops import HopSampler
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
-from featstore.sampling.ranked import Share, owned_share, share_of
+from featstore.sampling.ranked import NO_SEED, Share, owned_share, share_of
 from featstore.sampling.seed_list import SeedList
 from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of
@@ -203,10 +204,9 @@ class SampledBatches(Sequence[SampledSubgraph]):
             self.sampler = sampler
 
     def __iter__(self) -> Iterator[SampledSubgraph]:
-        drawn_by = self.drawn_by
+        drawn_by, now = self.drawn_by, copy.copy(self)  # whatever epoch is set meanwhile
         if not isinstance(drawn_by, DiskSampler) or not drawn_by.reads:
-            return super().__iter__()
-        now = copy.copy(self)  # whatever epoch is set meanwhile
+            return in_turn(now)
         asked = ((now.seeds(i), now._number(i), now.epoch) for i in range(len(now)))
         return sampled_ahead(self.sampler, asked)
 
@@ -249,6 +249,11 @@ class RankedBatches(SampledBatches):
         super().__init__(sampler, train, batch_size, own=own, in_order=in_order)
 
     @property
+    def total(self) -> int:
+        """Seeds of an epoch, each once."""
+        return len(self._nodes)
+
+    @property
     def per_step(self) -> int:
         """Seeds of all ranks together that a step goes on by."""
         return self.batch_size * self.num_replicas
@@ -263,14 +268,18 @@ class RankedBatches(SampledBatches):
         ranks = self.num_replicas // self._hosts
         return owned_share(order, self._owner, self.batch_size, rank, ranks, self._hosts, self._drop_last)
 
-    def begin_at(self, epoch: int, over: int) -> None:
-        """Of this epoch's order the first ``over`` seeds are over: the others are divided. Raises
-        ArgumentError where hosts have seeds of their own, and any are over."""
+    def check_rest(self, over: int) -> None:
+        """Raise ArgumentError where hosts have seeds of their own, and any are over."""
         if over and self._owner is not None:
             raise ArgumentError(
                 "hosts train on the seeds that they own, so the rest of an epoch cannot be divided among "
                 "another number of ranks: go on with as many as then, or save between epochs"
             )
+
+    def begin_at(self, epoch: int, over: int) -> None:
+        """Of this epoch's order the first ``over`` seeds are over: the others are divided. Raises
+        ArgumentError, see :meth:`check_rest`."""
+        self.check_rest(over)
         self._begun_at = epoch, over
         self._begin(self.epoch)
 
@@ -292,44 +301,11 @@ class RankedBatches(SampledBatches):
 
     def seeds(self, index: int) -> NDArray[np.int64]:
         rank: NDArray[np.int64] = self.train[index % len(self.ranks)]
-        return rank[self._number(index) * self.batch_size :][: self.batch_size]
+        cut = rank[self._number(index) * self.batch_size :][: self.batch_size]
+        return cut if self._owner is None else cut[cut != NO_SEED]
 
     def _number(self, index: int) -> int:
         return index // len(self.ranks)
-
-
-class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
-    """The mini-batches of several epochs as pairs to record: node ids, and {"batch": the mini-batch,
-    "batch_size": number of its seeds, "epoch": number of the epoch}."""
-
-    def __init__(self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, epochs: int) -> None:
-        self._sampler, self._train, self._batch_size, self._epochs = sampler, train, batch_size, epochs
-        self._current = SampledBatches(sampler, train, batch_size, 0)
-
-    def __len__(self) -> int:
-        return self._epochs * len(self._current)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], dict[str, Any]]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[NDArray[np.int64], dict[str, Any]]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        epoch, number = divmod(numbers, len(self._current))
-        if epoch != self._current.epoch:
-            self._current = SampledBatches(self._sampler, self._train, self._batch_size, epoch)
-        return _recorded(self._current[number], epoch)
-
-    def __iter__(self) -> Iterator[tuple[NDArray[np.int64], dict[str, Any]]]:
-        for epoch in range(self._epochs):
-            for batch in SampledBatches(self._sampler, self._train, self._batch_size, epoch):
-                yield _recorded(batch, epoch)
-
-
-def _recorded(batch: SampledSubgraph, epoch: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    return batch.node, {"batch": batch, "batch_size": batch.num_sampled_nodes[0], "epoch": epoch}
 
 
 def sample_batches(

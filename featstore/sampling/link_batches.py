@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_flag, as_integer
+from featstore.base.sequences import in_turn
 from featstore.errors import ArgumentError
 from featstore.sampling.batches import shuffled
 from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.links import LinkSampler, LinkSubgraph, Negatives
 from featstore.sampling.minibatch import OF_LINKS
-from featstore.sampling.ranked import owned_share
+from featstore.sampling.ranked import NO_SEED, owned_share
 
 _OF_NODES = ("row", "col", "edge_id", "e_id", "num_sampled_nodes", "num_sampled_edges")
 
@@ -109,6 +110,9 @@ class LinkBatches(Sequence[dict[str, Any]]):
         count = len(self._order)
         return count // self.batch_size if self._drop_last else -(-count // self.batch_size)
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return in_turn(self)
+
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     @overload
@@ -118,6 +122,7 @@ class LinkBatches(Sequence[dict[str, Any]]):
         if isinstance(numbers, range):
             return [self[number] for number in numbers]
         some = self._order[numbers * self.batch_size :][: self.batch_size]
+        some = some if self._owner is None else some[some != NO_SEED]
         labels, times = (None if one is None else one[some] for one in (self._labels, self._times))
         number = numbers * self.num_replicas + self._host  # other negatives on each host
         found = as_mapping_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +10,12 @@ from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError
 
+NO_SEED = -1  # no seed: that would stand in its mini-batch already
+
 
 class Share(NamedTuple):
-    """``seeds`` of one rank; of all ranks together ``padded`` stand twice, ``dropped`` are left out."""
+    """``seeds`` of one rank, :data:`NO_SEED` where there is none; of all ranks together ``padded`` stand
+    twice, ``dropped`` are left out."""
 
     seeds: NDArray[Any]
     padded: int
@@ -43,9 +47,9 @@ def owned_share(
     """Of ``order`` what the rank's host owns, every ``ranks``-th of it; ``owner`` [nodes] says which host
     owns a node, and each of ``hosts`` hosts has ``ranks`` ranks, one after the other.
 
-    Every rank has as many seeds as one of the host that owns most: of others some stand twice; with
-    ``drop_last`` as many whole mini-batches as one of the host that owns fewest. Raises ArgumentError for a
-    host that owns none.
+    Every rank has as many mini-batches as one of the host that owns most: of other hosts some seeds stand
+    twice, never within a mini-batch, which has fewer seeds instead; with ``drop_last`` as many whole
+    mini-batches as one of the host that owns fewest. Raises ArgumentError for a host that owns none.
     """
     of = owner[order]
     counts = np.bincount(of, minlength=hosts)
@@ -60,4 +64,22 @@ def owned_share(
         each = int(counts.min()) // (ranks * batch_size) * batch_size
         return Share(own[: each * ranks][local::ranks], 0, len(order) - each * ranks * hosts)
     each = -(-int(counts.max()) // ranks)
-    return Share(np.resize(own, each * ranks)[local::ranks], each * ranks * hosts - len(order), 0)
+    left_out = sum(
+        int(_again(int(count), each, batch_size, one, ranks).sum())
+        for count in counts
+        for one in range(ranks)
+    )
+    seeds = np.resize(own, each * ranks)[local::ranks]
+    again = _again(len(own), each, batch_size, local, ranks)
+    if again.any():
+        seeds = np.where(again, NO_SEED, seeds.astype(np.int64))
+    return Share(seeds, each * ranks * hosts - len(order) - left_out, 0)
+
+
+def _again(count: int, each: int, batch_size: int, local: int, ranks: int) -> NDArray[np.bool_]:
+    """Which of the ``each`` places of a rank repeat what stands earlier in their mini-batch, where a host of
+    so many ranks goes through ``count`` seeds again and again."""
+    period = count // math.gcd(count, ranks)  # of a rank's seeds
+    if period >= min(batch_size, each):
+        return np.zeros(each, bool)
+    return np.arange(each) % batch_size >= period

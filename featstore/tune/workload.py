@@ -16,7 +16,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from featstore.errors import WaitTimeoutError
-from featstore.sampling.batches import GraphSampler, RecordedEpochs
+from featstore.sampling.batches import GraphSampler
+from featstore.sampling.recorded_epochs import RecordedEpochs
 from featstore.sampling.stored import StoredSampler
 
 _EPOCHS = 1 << 20  # an end that nobody reaches

@@ -31,6 +31,14 @@ def test_a_split_and_its_report(call: Call, store: Path, out: Path, tmp_path: Pa
     assert (tmp_path / "out/host-2").is_dir()
 
 
+def test_two_forms_of_training_nodes_are_refused(call: Call, store: Path, tmp_path: Path) -> None:
+    """One of them would be passed over."""
+    train = ("--train", "y", "--train", "features=y")
+    said = call("split", store, "--hosts", 2, "--out", tmp_path / "out", *train, code=2).stderr
+    assert "--train TYPE=NAME" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_inspect_says_of_which_split_a_store_is(call: Call, store: Path, out: Path) -> None:
     whole = parsed(call("inspect", out / "topology", "--json"))
     assert whole["family"]["host"] is None

@@ -448,10 +448,10 @@ def test_one_that_leaves_because_of_an_error_says_so(
 def test_loaders_of_other_options_are_found(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
     """Whichever host says first what its loader is; and those that are alike go on."""
     with hosts(store, arrays, 3, timeout=3.0) as (made, _):
-        assert each(made, lambda host: host.exchange.agree(7)) == [0] * 3
-        made[0].exchange.agree(8)
+        assert each(made, lambda host: host.exchange.loaders.agree(7)) == [0] * 3
+        made[0].exchange.loaders.agree(8)
         made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
-        made[1].exchange.agree(9)
+        made[1].exchange.loaders.agree(9)
         for error in each(made[:2], ask_for_all):
             assert isinstance(error, PeerError)
             assert "of other options" in str(error)

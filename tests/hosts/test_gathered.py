@@ -19,6 +19,7 @@ from featstore.errors import (
     BudgetError,
     CorruptionError,
     DiskFullError,
+    FeatstoreWarning,
     FormatError,
     IdError,
     SourceError,
@@ -258,6 +259,9 @@ def test_wrong_calls_say_what_to_do(folder: Path, rows: Any, tmp_path: Path) -> 
             featstore.compile_trace(store, trace, dry_run=True)
         with pytest.raises(ArgumentError, match="loader_costs"):
             store.loader_costs(seeds="train", fanouts=(2,))
-        with store.loader(seeds="train", fanouts=(2,), graph="paper", memory=MEMORY, disk="9x") as loader:
+        options = {"seeds": "train", "fanouts": (2,), "graph": "paper", "memory": MEMORY}
+        with pytest.warns(FeatstoreWarning, match="disk= has no effect"):
+            store.loader(disk="9x", **options).close()
+        with store.loader(**options) as loader:
             assert loader.mode == "online"
             assert "ask for another mode" in loader.mode_because

@@ -6,6 +6,7 @@ Hosts are threads, as in ``test_split_topology.py``."""
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_split_topology import each, graph_of, hosts, split
 
-from featstore.errors import OF_STORE, BudgetError, FeatstoreError
+from featstore.errors import OF_STORE, BudgetError, ClosedError, FeatstoreError
 from featstore.loaders import samplers as samplers_module
 from featstore.loaders.shares import MemoryShares
 from featstore.sampling.batches import SampledBatches
@@ -160,6 +161,35 @@ def test_a_loader_that_failed_on_one_host_is_made_again(folder: Path) -> None:
     with hosts(folder / "whole", HOSTS, memory="24MiB") as (stores, _):
         for found in each(stores, train):
             assert found is None, found
+
+
+def test_closing_does_not_wait_for_what_was_to_be_looked_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 mini-batches, before the first is handed out."""
+    plainly, sampled = SampledBatches.__getitem__, []
+
+    def slowly(self: Any, index: Any) -> Any:
+        time.sleep(0.05)
+        sampled.append(index)
+        return plainly(self, index)
+
+    monkeypatch.setattr(SampledBatches, "__getitem__", slowly)
+
+    def train(store: Any) -> Any:
+        options: dict[str, Any] = {"rank": store.place.host, "world_size": HOSTS, "memory": "32MiB"}
+        loader = store.loader(seeds=np.arange(NODES), fanouts=(3,), batch_size=2, halo="256KiB", **options)
+        with loader, ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(lambda: next(iter(loader)))
+            while len(sampled) < 3 * HOSTS:
+                time.sleep(0.01)
+            loader.close()
+            return begun.exception()
+
+    with hosts(folder / "whole", HOSTS, memory="24MiB") as (stores, _):
+        for error in each(stores, train):
+            assert isinstance(error, ClosedError), error
+    assert len(sampled) < 40 * HOSTS
 
 
 def test_what_has_no_room_is_sampled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

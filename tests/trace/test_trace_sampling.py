@@ -12,9 +12,9 @@ import pytest
 from trace_support import record
 
 from featstore.errors import IdError, SourceError
-from featstore.sampling import batches as sampling
 from featstore.sampling.batches import SampledBatches, fingerprint_of, open_sampler, sample_batches, shuffled
 from featstore.sampling.neighbors import NeighborSampler
+from featstore.sampling.recorded_epochs import RecordedEpochs
 
 NODES = 300
 
@@ -116,7 +116,7 @@ def test_training_nodes_that_cannot_be_used(stored: Any) -> None:
 
 def test_sampled_mini_batches_make_a_trace(stored: Any, tmp_path: Path) -> None:
     sampler = open_sampler(stored, [4, 3], seed=2)
-    epochs = sampling.RecordedEpochs(sampler, TRAIN, 64, 3)
+    epochs = RecordedEpochs(sampler, TRAIN, 64, 3)
     fingerprint = fingerprint_of(stored, stored.graphs["features"], sampler, TRAIN, 64, 3)
     with record(epochs, tmp_path / "t", fingerprint=fingerprint) as trace:
         assert len(trace) == 9 == len(epochs)

@@ -87,7 +87,8 @@ def command(
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite contradict each other")
     import featstore
-    from featstore.sampling.batches import RecordedEpochs, fingerprint_of, open_sampler
+    from featstore.sampling.batches import fingerprint_of, open_sampler
+    from featstore.sampling.recorded_epochs import RecordedEpochs
     from featstore.sampling.stored import StoredSampler
     from featstore.trace.trace import Trace
 

@@ -93,17 +93,22 @@ def command(
         "seed": seed, "halo_disk": halo_disk, "split_topology": split_topology, "memory": memory,
         "resume": resume, "overwrite": overwrite,
     }  # fmt: skip
+    names = by_table(train, "--train")
+    if None in names and len(names) > 1:
+        raise click.UsageError(
+            "--train NAME says the nodes of all, --train TYPE=NAME of one type: give one form"
+        )
     with progress("splitting") as tell:
         options["progress"] = lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes)
         if store is None:
             options["edge_ids"] = edge_ids
-            _split_features(given, by_table(train, "--train"), hosts, out, options)
+            _split_features(given, names, hosts, out, options)
         else:
             for name in (name for name, values in given.items() if values):
                 raise click.UsageError(f"--{name.replace('_', '-')} is of --features, and STORE is given")
             if edge_ids is not None:
                 raise click.UsageError("--edge-ids and --no-edge-ids are of --features, and STORE is given")
-            _split_store(store, by_table(train, "--train"), hosts, out, options)
+            _split_store(store, names, hosts, out, options)
     settings().packing = None
     seconds = time.perf_counter() - begin
     data = describe_split(out, hosts) | {"seconds": seconds}

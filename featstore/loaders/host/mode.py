@@ -189,6 +189,12 @@ class HostMode(OneProcess, Mode):
         self._break_off()
         self._position = epoch, 0, None
 
+    def save_cache(self, name: str) -> None:
+        raise ArgumentError(
+            "ranks that share a loader do not save which rows are in its buffers: a rank with a loader of "
+            "its own does"
+        )
+
     def state(self) -> dict[str, Any]:
         epoch, step, at = self._position
         return dict(at or {**self._template, "epoch": epoch, "next": step})

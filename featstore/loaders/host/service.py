@@ -249,6 +249,7 @@ class HostService:
         else:  # mini-batches are counted over all ranks there
             mode.load_state({**start.at, "next": start.step * len(self._ranks)})
         self._stands = None
+        mode.begin(start.epoch, start.step)
         return mode.epoch()
 
     def _hand(self, one: _Rank, batch: Batch) -> None:

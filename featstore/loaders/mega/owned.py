@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.options import DrawnWith
 from featstore.loaders.mega.parts import Parts
 from featstore.loaders.modes import PartitionsMode
+from featstore.loaders.over_hosts import told
 from featstore.loaders.report import LoaderReport
 from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.store import StoredGraph
@@ -65,7 +67,7 @@ def owned_partitions(
     alike = {
         "mode": "partitions", "seeds": digest, "fanouts": parts.fanouts(fanouts), "graph": [*parts.graphs],
         "type": table, "seed": seed, "batch_size": batch_size, "drop_last": drop_last, "passes": passes,
-        "said": sorted((name, _told(one)) for name, one in said.items()),
+        "said": sorted((name, told(one)) for name, one in said.items()),
     }  # fmt: skip
     # First what may fail here alone, and be tried again: hosts count the loaders that they agree on.
     loader = PartitionsLoader(
@@ -80,13 +82,6 @@ def owned_partitions(
     except BaseException:
         loader.close()
         raise
-
-
-def _told(option: Any) -> str:
-    """What tells an option of other hosts': of an array the checksum of its values."""
-    if isinstance(option, str) or not hasattr(option, "__len__"):
-        return str(option)
-    return hashlib.sha256(np.ascontiguousarray(option).tobytes()).hexdigest()
 
 
 def _check_edges(store: WholeStore, of: StoredGraph, edge_table: Sequence[str]) -> None:
@@ -116,6 +111,7 @@ class OwnedPartitionsMode(PartitionsMode):
         self._epoch = self._made = 0  # mini-batches of the epoch that were handed out, of all ranks here
         self._uneven = (0, 0)  # seeds that stand twice, and that are left out, of the epoch begun last
         self._say(0)
+        self.say = partial(store.say_position, number)
 
     def _say(self, epoch: int) -> None:
         self._store.say_steps(self._number, epoch, len(self.loader.seeds_of_batches(epoch)[0]))

@@ -163,6 +163,10 @@ class OnlineLoader(PrefetchingLoader):
             self._prefetch = OnlineEpoch(self, self.extraction, batches, self._next, last)
             return self._prefetch
 
+    def is_stopping(self) -> bool:
+        """Whether the iteration under way is being ended."""
+        return self._prefetch is not None and self._prefetch.stopping
+
     def _mini_batches(self, epoch: int) -> Iterable[Any]:
         if epoch > 0:
             check_repeatable(self._batches)

@@ -86,6 +86,8 @@ class Lookahead:
         self.ahead = Ahead(tables, parse_bytes(memory, "halo"), weights)
         self._store, self._share, self._nodes = store, share, nodes
         self.trained: Sampler | None = None
+        #: Whether the mini-batches that come are not wanted any more.
+        self.unwanted: Callable[[], bool] = lambda: False
         self._next_epoch = -1  # the one that would follow
         self._begins: dict[int, int] = {}  # the first step of an epoch
         self._steps: Iterator[dict[str, NDArray[np.int64]]] = iter(())
@@ -107,7 +109,9 @@ class Lookahead:
         step = self._begins.get(number, 0)
         for batch in epoch_of(self.trained, number):
             self._step = step
-            while uses.added < step + uses.wanted_ahead and (wanted := self._look()) is not None:
+            while uses.added < step + uses.wanted_ahead and not self.unwanted():
+                if (wanted := self._look()) is None:
+                    break
                 self.ahead.add(wanted)
             yield batch
             step += 1

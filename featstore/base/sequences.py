@@ -1,0 +1,21 @@
+"""Sequences that are gone through by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+
+
+def in_turn(sequence: Sequence[_Item]) -> Iterator[_Item]:
+    """All of a sequence. A sequence's own way takes an IndexError for the end, and so the IdError of what
+    cannot be had: there would be less of it without a word."""
+    return (sequence[index] for index in range(len(sequence)))
+
+
+def each_of(batches: Iterable[_Item]) -> Iterable[_Item]:
+    """What is gone through; a ``Sequence`` that says no way of its own, by :func:`in_turn`."""
+    if isinstance(batches, Sequence) and type(batches).__iter__ is Sequence.__iter__:
+        return in_turn(batches)
+    return batches

@@ -1,0 +1,185 @@
+"""What hosts tell each other of their loaders, so that all go through the same steps: the options of each,
+how many mini-batches an epoch has where that is each host's own affair, and where an iteration begins."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.warning import warn
+from featstore.errors import FormatError, PeerError
+from featstore.hosts import messages as ms
+from featstore.hosts.line import HostLine, Outgoing
+from featstore.hosts.wire import Wire
+
+_EPOCHS_MAX = 1 << 40  # of a loader: its epoch has the number loader * _EPOCHS_MAX + epoch
+_ASKED = -1  # for the steps of an epoch: how many there are is asked
+
+
+class OfLoaders(Protocol):
+    """What is asked of the exchange."""
+
+    wire: Wire
+    lines: dict[int, HostLine]
+
+    @property
+    def error(self) -> PeerError | None: ...
+
+    def peer_error(self, host: int, what: str) -> PeerError: ...
+
+    def fail(self, error: PeerError) -> None: ...
+
+    def check_process(self) -> None: ...
+
+    def changed(self) -> None: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+
+class LoadersOfHosts:
+    """Of all hosts. Loaders have the number of the order in which a host has made them."""
+
+    def __init__(self, exchange: OfLoaders) -> None:
+        self._exchange, self._lock = exchange, threading.Lock()
+        self._own: list[int] = []  # digests of loaders' options
+        self._theirs: dict[tuple[int, int], int] = {}
+        self._steps: dict[tuple[int, int], int] = {}  # by host, and number of an epoch
+        self._asked: dict[int, int] = {}  # by host the epoch whose steps it asked for last
+        self._begun: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by host and loader: epoch, step
+        self._elsewhere: list[str] = []  # where others begin, which nobody was told yet
+        self._told_of: set[int] = set()  # loaders of which somebody was
+
+    @property
+    def _host(self) -> int:
+        return self._exchange.wire.host
+
+    def _say(self, kind: ms.Kind, number: int, detail: int, body: int | None = None) -> None:
+        for line in self._exchange.lines.values():
+            line.say(Outgoing(kind, number, detail, None if body is None else _of_one(body)))
+
+    # Their options.
+
+    def agree(self, digest: int) -> int:
+        """Say what options the next loader of this host has, and return its number; where another host's of
+        the same number has others, their steps would not go together, and all fail."""
+        with self._lock:
+            number = len(self._own)
+            self._own.append(digest)
+        self._say(ms.Kind.SAME, number, digest)
+        for peer in self._exchange.lines:
+            self._compare(peer, number)
+        return number
+
+    def compare(self, peer: int, number: int, digest: int) -> None:
+        """Another host has said what options one of its loaders has."""
+        self._theirs[peer, number] = digest
+        self._compare(peer, number)
+
+    def _compare(self, peer: int, number: int) -> None:
+        theirs = self._theirs.get((peer, number))
+        own = self._own[number] if number < len(self._own) else theirs
+        if theirs is not None and own != theirs:
+            what = (
+                f"makes a loader (its number {number} of this store) of other options than this host: mode, "
+                "seeds or links, fanouts, batch_size, seed, drop_last, graph and options of sampling must be "
+                "the same on all, or steps would not be"
+            )
+            self._exchange.fail(self._exchange.peer_error(peer, what))
+
+    # Their steps.
+
+    def say_steps(self, loader: int, epoch: int, steps: int) -> None:
+        """Tell all hosts how many steps this one has in an epoch; what it has told, it does not tell
+        again."""
+        number = loader * _EPOCHS_MAX + epoch
+        if (self._host, number) not in self._steps:
+            self._steps[self._host, number] = steps
+            self._say(ms.Kind.STEPS, number, steps)
+
+    def heard_steps(self, peer: int, number: int, steps: int) -> None:
+        """Another host has said how many it has, or asked how many this one has."""
+        if steps == _ASKED:
+            self._asked[peer] = number
+        else:
+            self._steps[peer, number] = steps
+        self._exchange.changed()
+
+    def steps_of_all(self, loader: int, epoch: int) -> list[int]:
+        """The steps of all hosts in an epoch, in their order, waited for. Raises PeerError, also where a host
+        waits for those of another epoch."""
+        exchange, number, found = self._exchange, loader * _EPOCHS_MAX + epoch, list[int]()
+        for host in range(exchange.wire.hosts):
+            if (host, number) not in self._steps:
+                exchange.lines[host].say(Outgoing(ms.Kind.STEPS, number, _ASKED))
+            while (host, number) not in self._steps:
+                if exchange.error is not None:
+                    raise exchange.error
+                if exchange.lines[host].bye_heard:
+                    raise exchange.peer_error(host, "has closed the store, and begins no epoch any more")
+                exchange.check_process()
+                self._check_asked(host, number)
+                exchange.wait(0.05)
+            found.append(self._steps[host, number])
+        return found
+
+    def _check_asked(self, host: int, number: int) -> None:
+        """Fail where the host that this one waits for waits for what this one, as it waits, will not say."""
+        asked = self._asked.get(host, number)
+        if asked == number or (self._host, asked) in self._steps:
+            return
+        (loader, epoch), (own_loader, own_epoch) = divmod(asked, _EPOCHS_MAX), divmod(number, _EPOCHS_MAX)
+        what = (
+            f"begins epoch {epoch} of its loader {loader}, and this host epoch {own_epoch} of its loader "
+            f"{own_loader}, so that each waits for the other: call set_epoch() and load_state_dict() alike "
+            "on all hosts"
+        )
+        self._exchange.fail(self._exchange.peer_error(host, what))
+
+    # Where they begin.
+
+    def say_position(self, loader: int, epoch: int, step: int) -> None:
+        """Tell all hosts where an iteration of this one begins."""
+        self._begins(self._host, loader, (epoch, step))
+        self._say(ms.Kind.BEGIN, loader, epoch, step)
+
+    def heard_position(self, peer: int, loader: int, epoch: int, body: NDArray[np.uint8]) -> None:
+        """Another host has said where one of its own begins."""
+        if len(body) != 8:
+            raise FormatError("has not said where it begins")
+        self._begins(peer, loader, (epoch, int(body.view(np.int64)[0])))
+
+    def _begins(self, host: int, loader: int, position: tuple[int, int]) -> None:
+        """The n-th iteration of a loader is to begin at the same mini-batch on all hosts."""
+        with self._lock:
+            begun = self._begun.setdefault((host, loader), [])
+            begun.append(position)
+            number, here = len(begun) - 1, self._begun.get((self._host, loader), [])
+            for peer in self._exchange.lines:
+                theirs = self._begun.get((peer, loader), [])
+                both = number < min(len(here), len(theirs))
+                if both and here[number] != theirs[number] and loader not in self._told_of:
+                    self._told_of.add(loader)
+                    self._elsewhere.append(_elsewhere(peer, theirs[number], here[number]))
+
+    def check(self) -> None:
+        """Warn, once for each loader, where another host begins elsewhere."""
+        while self._elsewhere:
+            warn(self._elsewhere.pop())
+
+
+def _elsewhere(peer: int, there: tuple[int, int], here: tuple[int, int]) -> str:
+    return (
+        f"host {peer} begins epoch {there[0]} at mini-batch {there[1]}, and this host epoch {here[0]} at "
+        f"mini-batch {here[1]}: their steps are not the same, and who waits for the other "
+        "(DistributedDataParallel) may wait in vain; call set_epoch() and load_state_dict() alike on all"
+    )
+
+
+def _of_one(number: int) -> NDArray[np.uint8]:
+    """A message whose body is a number. Each line has its own, as it writes the header into it."""
+    raw = ms.message(8)
+    raw[ms.HEADER_BYTES :].view(np.int64)[0] = number
+    return raw
