@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from featstore.hosts.wire import GlooWire
 #: A single send or receive may take so many time-outs: hosts that are late are found before.
 _WIRE_PATIENCE = 3
 _MEETING_PATIENCE = 1.1  # of that, for all that hosts do to meet
-_opened = itertools.count()  # wires so far, of which all processes have opened as many
+_meeting = 0  # the number of the next one: those before are over
 
 
 class HostPlace(NamedTuple):
@@ -79,10 +79,14 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     import torch
     import torch.distributed.distributed_c10d as c10d
 
+    store = c10d._get_default_store()
+    # who waits for a name in a store keeps it from being asked meanwhile
+    apart = store.clone() if hasattr(store, "clone") else store
     # Not by new_group: a second group of the same ranks would meet under the name of the first, once that is
     # destroyed, at addresses where nobody is any more.
-    meeting = c10d.PrefixStore(f"featstore/hosts/{next(_opened)}", c10d._get_default_store())
-    patience = _WIRE_PATIENCE * timeout_seconds
+    name = _name_of_meeting(store)
+    meeting, patience = c10d.PrefixStore(name, apart), _WIRE_PATIENCE * timeout_seconds
+    store.set(f"{name}/here/{place.machine}", "")
 
     def meet() -> tuple[list[Any], list[torch.Tensor]]:
         limit, parts = timedelta(seconds=patience), []
@@ -99,11 +103,15 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         # gloo tries a host that died while it was meeting the others five times, each for all the patience.
         (up, down), parts = _within(_MEETING_PATIENCE * patience, meet)
     except (RuntimeError, TimeoutError) as error:
-        first = next(m for m in range(place.hosts) if m != place.machine)
         why = str(error).splitlines()[0][:200] if str(error) else "it was there, and did not answer"
-        raise PeerError(
-            first, place.leaders[first], f"or another has not come within {patience:g} seconds ({why})"
-        ) from error
+        others = [machine for machine in range(place.hosts) if machine != place.machine]
+        with suppress(RuntimeError):  # the store itself may be gone
+            store.set(f"{name}/over", "")
+            others = [one for one in others if not store.check([f"{name}/here/{one}"])] or others
+        which = "" if len(others) == 1 else "or another "
+        what = f"{which}has not come within {patience:g} seconds ({why})"
+        raise PeerError(others[0], place.leaders[others[0]], what) from error
+    _end_meeting()
     machine_of = {int(part): machine for machine, part in enumerate(parts)}
     if len(machine_of) < place.hosts:
         raise SourceError(
@@ -112,6 +120,19 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         )
     order = [machine_of[host] for host in range(place.hosts)]
     return GlooWire(up, down, order, place.leaders, patience)
+
+
+def _name_of_meeting(store: Any) -> str:
+    """Of the next meeting that nobody has given up: all processes count those that are over alike, however
+    often one of them has failed before it came to one."""
+    while store.check([f"featstore/hosts/{_meeting}/over"]):
+        _end_meeting()
+    return f"featstore/hosts/{_meeting}"
+
+
+def _end_meeting() -> None:
+    global _meeting
+    _meeting += 1
 
 
 def _within(seconds: float, make: Callable[[], Any]) -> Any:

@@ -133,6 +133,31 @@ def go_on(rank: int, hosts: int, folder: str, name: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
+def open_again(rank: int, folder: str) -> None:
+    """Host 0 fails before it comes to the others, and host 1 gives it up; then both try again."""
+    os.chdir(folder)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again.meeting", rank=rank, world_size=2)
+    gave_up = Path("gave-up")
+    if rank == 0:
+        with suppress(featstore.errors.BudgetError):
+            featstore.open_split("parts2", memory=1, timeout_seconds=20)
+        while not gave_up.exists():
+            time.sleep(0.05)
+    else:
+        try:
+            featstore.open_split("parts2", memory="16MiB", timeout_seconds=0.4)
+        except PeerError as error:
+            assert "host 0 (rank 0) has not come within 1.2 seconds" in str(error), error
+            gave_up.write_text("")
+    for _ in range(2):  # one that was opened is over, too
+        with (
+            featstore.open_split("parts2", memory="16MiB", timeout_seconds=20) as store,
+            store.reader(memory="16MiB") as reader,
+        ):
+            reader.read(np.arange(1200))
+    dist.destroy_process_group()
+
+
 def forked_from(folder: Path) -> Any:
     """A context of processes that begin with all imported, and kernels loaded: as what is in ``folder`` needs
     them, where it is the first that asks."""

@@ -153,6 +153,12 @@ def test_a_host_that_was_there_and_does_not_answer_is_given_up(
     done.set()
 
 
+def test_hosts_of_which_one_had_failed_open_the_store_again(folder: Path, context: Any) -> None:
+    """However often each has tried before."""
+    (folder / "gave-up").unlink(missing_ok=True)
+    assert fault_hosts.all_of(context, fault_hosts.open_again, 2, str(folder)) == [0, 0]
+
+
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_restart_goes_on_with_the_mini_batches_that_were_left(
     folder: Path, context: Any, moment: int
