@@ -54,6 +54,7 @@ INTERNAL = {
     "Shared": {"tables_of", "as_source"},
     "Reader": {"read_pages"},
     "Trace": {"expect"},
+    "Loader": {"tell_positions"},
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from featstore.arguments import as_integer, shown
-from featstore.errors import ArgumentError, MissingPackageError
+from featstore.errors import ArgumentError, IdError, MissingPackageError
 from featstore.reader.table_array import TableArray, as_table_array
 
 try:
@@ -48,6 +48,8 @@ class GraphLearnFeature(Feature):  # type: ignore[misc]
         if not isinstance(ids, torch.Tensor):
             raise ArgumentError(f"ids must be a tensor, not {shown(ids)}")
         ids = ids.to("cpu")
+        if self.id2index is not None and bool((ids < 0).any()):  # which count from the end there
+            raise IdError(f"id {int(ids.min())} is negative, and of no row")
         rows: torch.Tensor = self.array[ids if self.id2index is None else self.id2index[ids]]
         return rows.to("cpu")  # of a reader with a tier on a device
 

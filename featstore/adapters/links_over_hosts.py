@@ -4,6 +4,7 @@ whose sources, and all on equally many."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
+from featstore.loaders.loader import Loader
 from featstore.loaders.ranks import Ranks
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler
@@ -75,8 +77,9 @@ def deal_links(sources: NDArray[Any], targets: NDArray[Any], hosts: int) -> NDAr
     return owner
 
 
-def agree_on_links(store: OpenStore, batches: LinkBatches, options: Any) -> None:
+def agree_on_links(store: OpenStore, batches: LinkBatches, options: Any, loader: Loader) -> None:
     """Have all hosts say the same, of a store that is split; else PeerError on all, of the next mini-batch at
-    the latest."""
+    the latest. The ``loader`` tells where it begins."""
     if isinstance(store, WholeStore):
-        store.agree({"links": batches.said(), "options": repr(options)})
+        number = store.agree({"links": batches.said(), "options": repr(options)})
+        loader.tell_positions(partial(store.say_position, number))

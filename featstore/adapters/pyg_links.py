@@ -167,7 +167,8 @@ class LinkNeighborLoader:
                 **options,
             )  # fmt: skip
         # last: what fails here alone may be tried again, and hosts count what they agree on
-        agree_on_links(data, self._batches, [num_neighbors, seed, graph, sorted(said.items()), self._type])
+        asked = [num_neighbors, seed, graph, sorted(said.items()), self._type]
+        agree_on_links(data, self._batches, asked, self.loader)
 
     @property
     def dataset(self) -> Sequence[int]:

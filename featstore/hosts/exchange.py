@@ -151,12 +151,6 @@ class Exchange(OneProcess):
 
     # What is known.
 
-    def check(self) -> None:
-        """Raise PeerError where a host is gone; warn where one trains on something else."""
-        if self.error is not None:
-            raise self.error
-        self.loaders.check()
-
     def received(self, kind: ms.Kind, rows: int, byte_count: int) -> None:
         with self._counting:
             before = self._received[kind]

@@ -4,7 +4,8 @@ how many mini-batches an epoch has where that is each host's own affair, and whe
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,18 @@ from featstore.hosts.line import HostLine, Outgoing
 from featstore.hosts.wire import Wire
 
 _EPOCHS_MAX = 1 << 40  # of a loader: its epoch has the number loader * _EPOCHS_MAX + epoch
-_ASKED = -1  # for the steps of an epoch: how many there are is asked
+_ASKED, _TAKEN_BACK = -1, -2  # in place of steps: how many there are is asked, or not any more
+
+
+class Beginning(NamedTuple):
+    """Where an iteration begins, and how many mini-batches its loader handed out before."""
+
+    epoch: int
+    step: int
+    handed: int
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch} at mini-batch {self.step}, after {self.handed:,} in all"
 
 
 class OfLoaders(Protocol):
@@ -47,8 +59,8 @@ class LoadersOfHosts:
         self._own: list[int] = []  # digests of loaders' options
         self._theirs: dict[tuple[int, int], int] = {}
         self._steps: dict[tuple[int, int], int] = {}  # by host, and number of an epoch
-        self._asked: dict[int, int] = {}  # by host the epoch whose steps it asked for last
-        self._begun: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by host and loader: epoch, step
+        self._asked: dict[tuple[int, int], int] = {}  # by host and loader the epoch whose steps it waits for
+        self._begun: dict[tuple[int, int], list[Beginning]] = {}  # by host and loader, of each iteration
         self._elsewhere: list[str] = []  # where others begin, which nobody was told yet
         self._told_of: set[int] = set()  # loaders of which somebody was
 
@@ -56,9 +68,9 @@ class LoadersOfHosts:
     def _host(self) -> int:
         return self._exchange.wire.host
 
-    def _say(self, kind: ms.Kind, number: int, detail: int, body: int | None = None) -> None:
+    def _say(self, kind: ms.Kind, number: int, detail: int, *body: int) -> None:
         for line in self._exchange.lines.values():
-            line.say(Outgoing(kind, number, detail, None if body is None else _of_one(body)))
+            line.say(Outgoing(kind, number, detail, _of_numbers(body) if body else None))
 
     # Their options.
 
@@ -100,9 +112,12 @@ class LoadersOfHosts:
             self._say(ms.Kind.STEPS, number, steps)
 
     def heard_steps(self, peer: int, number: int, steps: int) -> None:
-        """Another host has said how many it has, or asked how many this one has."""
+        """Another host has said how many it has, or asks how many this one has, or does not any more."""
+        loader, epoch = divmod(number, _EPOCHS_MAX)
         if steps == _ASKED:
-            self._asked[peer] = number
+            self._asked[peer, loader] = epoch
+        elif steps == _TAKEN_BACK:
+            self._asked.pop((peer, loader), None)
         else:
             self._steps[peer, number] = steps
         self._exchange.changed()
@@ -110,49 +125,59 @@ class LoadersOfHosts:
     def steps_of_all(self, loader: int, epoch: int) -> list[int]:
         """The steps of all hosts in an epoch, in their order, waited for. Raises PeerError, also where a host
         waits for those of another epoch."""
-        exchange, number, found = self._exchange, loader * _EPOCHS_MAX + epoch, list[int]()
-        for host in range(exchange.wire.hosts):
+        number, found = loader * _EPOCHS_MAX + epoch, list[int]()
+        for host in range(self._exchange.wire.hosts):
             if (host, number) not in self._steps:
-                exchange.lines[host].say(Outgoing(ms.Kind.STEPS, number, _ASKED))
-            while (host, number) not in self._steps:
-                if exchange.error is not None:
-                    raise exchange.error
-                if exchange.lines[host].bye_heard:
-                    raise exchange.peer_error(host, "has closed the store, and begins no epoch any more")
-                exchange.check_process()
-                self._check_asked(host, number)
-                exchange.wait(0.05)
+                self._wait_for(host, loader, epoch)
             found.append(self._steps[host, number])
         return found
 
-    def _check_asked(self, host: int, number: int) -> None:
+    def _wait_for(self, host: int, loader: int, epoch: int) -> None:
+        exchange, number = self._exchange, loader * _EPOCHS_MAX + epoch
+        line, came = exchange.lines[host], False
+        line.say(Outgoing(ms.Kind.STEPS, number, _ASKED))
+        try:
+            while (host, number) not in self._steps:
+                if exchange.error is not None:
+                    raise exchange.error
+                if line.bye_heard:
+                    raise exchange.peer_error(host, "has closed the store, and begins no epoch any more")
+                exchange.check_process()
+                self._check_asked(host, loader, epoch)
+                exchange.wait(0.05)
+            came = True
+        finally:
+            if not came and exchange.error is None:  # else the other has to find the same
+                line.say(Outgoing(ms.Kind.STEPS, number, _TAKEN_BACK))
+
+    def _check_asked(self, host: int, loader: int, epoch: int) -> None:
         """Fail where the host that this one waits for waits for what this one, as it waits, will not say."""
-        asked = self._asked.get(host, number)
-        if asked == number or (self._host, asked) in self._steps:
+        asked = self._asked.get((host, loader), epoch)
+        said = (self._host, loader * _EPOCHS_MAX + asked) in self._steps
+        # what it said before it asked has come before
+        if asked == epoch or said or (host, loader * _EPOCHS_MAX + epoch) in self._steps:
             return
-        (loader, epoch), (own_loader, own_epoch) = divmod(asked, _EPOCHS_MAX), divmod(number, _EPOCHS_MAX)
         what = (
-            f"begins epoch {epoch} of its loader {loader}, and this host epoch {own_epoch} of its loader "
-            f"{own_loader}, so that each waits for the other: call set_epoch() and load_state_dict() alike "
-            "on all hosts"
+            f"begins epoch {asked} of its loader {loader}, and this host epoch {epoch}, so that each waits "
+            "for the other: call set_epoch() and load_state_dict() alike on all hosts"
         )
         self._exchange.fail(self._exchange.peer_error(host, what))
 
     # Where they begin.
 
-    def say_position(self, loader: int, epoch: int, step: int) -> None:
-        """Tell all hosts where an iteration of this one begins."""
-        self._begins(self._host, loader, (epoch, step))
-        self._say(ms.Kind.BEGIN, loader, epoch, step)
+    def say_position(self, loader: int, epoch: int, step: int, handed: int) -> None:
+        """Tell all hosts where an iteration of this one begins, and how many mini-batches came before it."""
+        self._begins(self._host, loader, Beginning(epoch, step, handed))
+        self._say(ms.Kind.BEGIN, loader, epoch, step, handed)
 
     def heard_position(self, peer: int, loader: int, epoch: int, body: NDArray[np.uint8]) -> None:
         """Another host has said where one of its own begins."""
-        if len(body) != 8:
+        if len(body) != 16:
             raise FormatError("has not said where it begins")
-        self._begins(peer, loader, (epoch, int(body.view(np.int64)[0])))
+        self._begins(peer, loader, Beginning(epoch, *body.view(np.int64).tolist()))
 
-    def _begins(self, host: int, loader: int, position: tuple[int, int]) -> None:
-        """The n-th iteration of a loader is to begin at the same mini-batch on all hosts."""
+    def _begins(self, host: int, loader: int, position: Beginning) -> None:
+        """The n-th iteration of a loader that hands out anything is to begin alike on all hosts."""
         with self._lock:
             begun = self._begun.setdefault((host, loader), [])
             begun.append(position)
@@ -162,24 +187,22 @@ class LoadersOfHosts:
                 both = number < min(len(here), len(theirs))
                 if both and here[number] != theirs[number] and loader not in self._told_of:
                     self._told_of.add(loader)
-                    self._elsewhere.append(_elsewhere(peer, theirs[number], here[number]))
+                    self._elsewhere.append(
+                        f"host {peer} begins {theirs[number]}, and this host {here[number]}: their steps are "
+                        "not the same, and who waits for the other (DistributedDataParallel) may wait in "
+                        "vain; go through loaders, and call set_epoch() and load_state_dict(), alike on all"
+                    )
 
     def check(self) -> None:
         """Warn, once for each loader, where another host begins elsewhere."""
-        while self._elsewhere:
-            warn(self._elsewhere.pop())
+        with self._lock:
+            told, self._elsewhere = self._elsewhere, []
+        for text in told:
+            warn(text)
 
 
-def _elsewhere(peer: int, there: tuple[int, int], here: tuple[int, int]) -> str:
-    return (
-        f"host {peer} begins epoch {there[0]} at mini-batch {there[1]}, and this host epoch {here[0]} at "
-        f"mini-batch {here[1]}: their steps are not the same, and who waits for the other "
-        "(DistributedDataParallel) may wait in vain; call set_epoch() and load_state_dict() alike on all"
-    )
-
-
-def _of_one(number: int) -> NDArray[np.uint8]:
-    """A message whose body is a number. Each line has its own, as it writes the header into it."""
-    raw = ms.message(8)
-    raw[ms.HEADER_BYTES :].view(np.int64)[0] = number
+def _of_numbers(numbers: Sequence[int]) -> NDArray[np.uint8]:
+    """A message whose body they are. Each line has its own, as it writes the header into it."""
+    raw = ms.message(8 * len(numbers))
+    raw[ms.HEADER_BYTES :].view(np.int64)[:] = numbers
     return raw

@@ -17,8 +17,8 @@ GONE  a host is gone, and so am I             0      host   text
 BYE   I ask for nothing more                  0      0
 SAME  my n-th loader has options of a digest  n      digest
 STEPS an epoch of one of my loaders has steps which  steps
-      and, as -1: say how many yours has
-BEGIN an iteration of a loader begins         loader epoch  int64: the step
+      -1: how many has yours? -2: never mind
+BEGIN an iteration of a loader begins         loader epoch  int64s: step, mini-batches handed out before
 END   nothing more is said; comes twice       0      0
 ===== ======================================= ====== ====== ============================================
 """

@@ -254,10 +254,15 @@ class WholeStore(OpenStore):
     # Rows.
 
     def check_peers(self) -> None:
-        """Raise PeerError where a host is gone, for who asks for nothing; warn where one trains on something
-        else."""
+        """Raise PeerError where a host is gone, for who asks for nothing."""
+        if self._exchange is not None and self._exchange.error is not None:
+            raise self._exchange.error
+
+    def check_loaders(self) -> None:
+        """The same, for the loop; warn where another host's goes through other steps."""
+        self.check_peers()
         if self._exchange is not None:
-            self._exchange.check()
+            self._exchange.loaders.check()
 
     def source(
         self, tables: Sequence[str], *, halo: TierSpec | None = None, halo_memory: int = 0, **options: Any
@@ -311,11 +316,11 @@ class WholeStore(OpenStore):
             int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         )
 
-    def say_position(self, loader: int, epoch: int, step: int) -> None:
-        """Tell all hosts from where on this one goes through an epoch of the loader of that number; where
-        they begin elsewhere, :meth:`check_peers` warns."""
+    def say_position(self, loader: int, epoch: int, step: int, handed: int) -> None:
+        """Tell all hosts from where on this one goes through an epoch of the loader of that number, which has
+        handed out so many mini-batches before; where it is otherwise there, :meth:`check_loaders` warns."""
         if self._exchange is not None:
-            self._exchange.loaders.say_position(loader, epoch, step)
+            self._exchange.loaders.say_position(loader, epoch, step, handed)
 
     def say_steps(self, loader: int, epoch: int, steps: int) -> None:
         """Tell all hosts how many steps this one has in an epoch of the loader of that number."""

@@ -23,12 +23,13 @@ class GivenShare:
     Where they do not divide evenly, the first ones stand twice; with ``drop_last`` the last ones are left
     out. ``padded`` and ``dropped`` say how many, of the epoch that was gone through last. Of a sequence only
     a rank's own are asked for; of anything else each rank goes through all of them, and passes over the
-    others. ``divided``: they are this rank's own already.
+    others. ``divided``: among so many
+    ranks they are already, and these are this one's.
     """
 
     def __init__(
         self, batches: Sampler, rank: int = 0, world_size: int = 1, drop_last: bool = False,
-        divided: bool = False,
+        divided: int = 0,
     ) -> None:  # fmt: skip
         self._batches, self._rank, self.num_replicas, self._drop_last = batches, rank, world_size, drop_last
         self._divided = divided
@@ -38,7 +39,7 @@ class GivenShare:
     @property
     def per_step(self) -> int:
         """Mini-batches of all ranks together that a step goes on by."""
-        return self.num_replicas
+        return self._divided or self.num_replicas
 
     def check_rest(self, over: int) -> None:
         """Raise ArgumentError where mini-batches divide themselves, and any of all ranks' are over."""
@@ -53,6 +54,10 @@ class GivenShare:
         ArgumentError, see :meth:`check_rest`."""
         self.check_rest(over)
         self._begun_at = epoch, over
+
+    def end_rest(self) -> None:
+        """The next time, that epoch is whole."""
+        self._begun_at = 0, 0
 
     @property
     def of_links(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -28,6 +28,7 @@ from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
 from featstore.loaders.report import LoaderReport, report_sheet
+from featstore.loaders.said import samples_of
 from featstore.loaders.watch import Watch, spans
 from featstore.reader.options import as_memory
 from featstore.storage.store import as_store
@@ -98,11 +99,12 @@ class Loader(Shown, LoaderBase):
         LOG.info("%s: mode %s, because %s", self.store.path, self.mode, self.mode_because)
         if self._watch is not None and self._watch.line.stage:
             self._watch.line.end(f"mode {self.mode}: prepared")
-        self._in_order = bool(given.get("seeds_in_order"))
+        self._in_order, self._samples = bool(given.get("seeds_in_order")), samples_of(given)
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
         self._resumed = False  # a state was loaded since the last iteration
         self._stands = True  # the mode, at the beginning of that epoch
+        self._loaded: Mapping[str, Any] | None = None  # a state after which nothing was handed out
         _open_loaders.add(self)
 
     # Going through it.
@@ -110,8 +112,11 @@ class Loader(Shown, LoaderBase):
     def __iter__(self) -> Iterator[Batch]:
         """The mini-batches of the epoch where training stands; then the next epoch is that."""
         self.check_open()
-        if not (self._resumed or self._stands):  # the epoch before was broken off, or failed as it began
-            self.set_epoch(self._epoch + bool(self._next))
+        if not (self._resumed or self._stands):  # the iteration before was broken off, or failed as it began
+            if self._loaded is None:
+                self.set_epoch(self._epoch + bool(self._next))
+            else:
+                self.load_state_dict(self._loaded)
         self._resumed = self._stands = False
         self._mode.begin(self._epoch, self._next)
         if self._watch is not None:
@@ -122,6 +127,7 @@ class Loader(Shown, LoaderBase):
                 del made
                 batch.index = self._next
                 self._next += 1
+                self._loaded = None
                 if self._watch is not None and self._watch.due():
                     self._tell()
                 yield batch
@@ -130,7 +136,8 @@ class Loader(Shown, LoaderBase):
             self._tell(end=True)
         if self._over:
             self._mode.end_rest()
-        self._epoch, self._next, self._over, self._stands = self._epoch + 1, 0, 0, True
+        self._epoch, self._next, self._over = self._epoch + 1, 0, 0
+        self._stands, self._loaded = True, None
 
     def _tell(self, end: bool = False) -> None:
         assert self._watch is not None
@@ -169,14 +176,14 @@ class Loader(Shown, LoaderBase):
         elif not self._stands or epoch != self._epoch:
             self._mode.set_epoch(epoch)
         self._epoch, self._next, self._over = epoch, 0, 0
-        self._resumed, self._stands = False, True
+        self._resumed, self._stands, self._loaded = False, True, None
 
     # Resuming.
 
     @property
     def _identity(self) -> dict[str, str]:
         """What a state belongs to."""
-        what = {"store": self.store.uuid, "mode": self.mode}
+        what = {"store": self.store.uuid, "mode": self.mode, "samples": self._samples}
         return what | {"seeds": "in order"} if self._in_order else what
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,6 +219,7 @@ class Loader(Shown, LoaderBase):
                 self._begin(epoch, over)
             self._mode.load_state(in_mode)
         self._epoch, self._next, self._over, self._resumed = epoch, after, over, True
+        self._loaded = dict(state)
 
     def _begin(self, epoch: int, over: int) -> tuple[int, int]:
         """Stand in an epoch of which so much is over; see :meth:`featstore.loaders.modes.Mode.go_on`."""
@@ -219,6 +227,10 @@ class Loader(Shown, LoaderBase):
             return self._mode.go_on(epoch, over)
         self._mode.set_epoch(epoch)
         return 0, 0
+
+    def tell_positions(self, say: Callable[[int, int, int], None]) -> None:
+        """Tell ``say`` of each iteration its epoch and step, and how many mini-batches came before."""
+        self._mode.say = say
 
     # What else there is.
 

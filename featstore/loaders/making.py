@@ -26,10 +26,11 @@ from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
-from featstore.loaders.over_hosts import auto_is_online, check_ranks, halo_bytes, said_alike, tell_uneven
+from featstore.loaders.over_hosts import auto_is_online, check_ranks, halo_bytes, tell_uneven
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
+from featstore.loaders.said import said_alike
 from featstore.loaders.samplers import kept_ahead, rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.typed import TypedWhole
@@ -119,7 +120,7 @@ class Making:
         """The mode of the ranks here. Hosts agree last: what fails on one alone may be tried again."""
         given = self.given
         if batches is not None:
-            divided = self.ranks.shares < self.ranks.world_size
+            divided = self.ranks.world_size if self.ranks.shares < self.ranks.world_size else 0
             self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last, divided)
         elif self._sampled and given.mode != "partitions":
             self.share = self._sample()
@@ -136,7 +137,7 @@ class Making:
             mode = make[given.mode](given.of_mode())
         mode.share, mode.told_of_all = self.share, self.shares.told_of_all
         if isinstance(self.store, WholeStore):
-            mode.check = self.store.check_peers
+            mode.check = self.store.check_loaders
             if self._alike:
                 mode.say = partial(self.store.say_position, self.store.agree(self._alike))
         return mode
@@ -201,6 +202,8 @@ class Making:
             place, hosts = self.store.place, self.store.owners[table].hosts
             ids = checked_train(seeds, sampler.node_count, repeated=True)
             owner = hosts if listed is None else hosts[ids]
+            a_step = self.ranks.shares * (self._seeds_of_a_step()["batch_size"] if self.drop_last else 1)
+            tell_uneven(hosts[ids], place.hosts, a_step, self.drop_last)
             here, owned = tuple(map(place.share, here)), {"owner": owner, "hosts": place.hosts}
             said = ids.tobytes() + (b"" if listed is None or listed.times is None else listed.times.tobytes())
             digest = hashlib.sha256(said).hexdigest()
@@ -213,8 +216,6 @@ class Making:
             sampler, seeds, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
         )
         self._opened.callback(made.close)
-        if owned:
-            tell_uneven(made)
         if not len(made):
             raise ArgumentError(
                 f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
@@ -300,12 +301,16 @@ class Making:
                 "reuse= takes mini-batches as they were recorded, in whatever order that was: leave out "
                 "seeds_in_order="
             )
+        steps = None  # of hosts: they compare what they have recorded
+        if isinstance(self.share, RankedBatches) and not isinstance(self.store, WholeStore):
+            steps = len(self.share)
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
         check_loader_options(CompiledLoader, options)
         mode = compiled_mode(
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
-            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
+            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell,
+            steps=steps, **own,
         )  # fmt: skip
         if not isinstance(self.share, GivenShare) or self.share.of_links:  # reuse= may find other ones there
             self._alike["recorded"] = mode.loader.compiled.epochs().tolist()
@@ -368,4 +373,5 @@ class Making:
             return device, name if ranks == 1 else f"{name}-{ranks}ranks"
         if len(self._here) > 1:
             return device, f"{name}-ranks{'_'.join(map(str, self._here))}of{self.ranks.shares}"
-        return device, name if self.ranks.world_size == 1 else f"{name}-rank{self.ranks.rank}"
+        world = self.ranks.world_size
+        return device, name if world == 1 else f"{name}-rank{self.ranks.rank}of{world}"

@@ -41,8 +41,11 @@ class Mode:
 
     #: Called before each mini-batch, and raises where none must come any more: another host is gone.
     check: Callable[[], None] | None = None
-    #: Told of the epoch and the step where an iteration begins: other hosts are to begin there, too.
-    say: Callable[[int, int], None] | None = None
+    #: Told of the epoch and the step of the first mini-batch of an iteration, and how many were handed out
+    #: before it: it is to be so on all hosts.
+    say: Callable[[int, int, int], None] | None = None
+    _untold: tuple[int, int] | None = None  # where an iteration has begun
+    _handed = 0
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
     #: Tells a BudgetError of a share of the memory as one of all of it.
@@ -53,15 +56,18 @@ class Mode:
 
     def begin(self, epoch: int, step: int) -> None:
         """An iteration begins there."""
-        if self.say is not None:
-            self.say(epoch, step)
+        self._untold = epoch, step
 
     def epoch(self) -> Generator[Any]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
         with closing(self._going()) as batches:
             for batch in batches:
+                if self._untold is not None and self.say is not None:
+                    self.say(*self._untold, self._handed)
+                self._untold = None
                 if self.check is not None:
                     self.check()
+                self._handed += 1
                 yield batch
                 del batch
 
@@ -90,7 +96,7 @@ class Mode:
     def end_rest(self) -> None:
         """The rest of an epoch that was gone on with is over: that epoch is whole again."""
         if self.share is not None:
-            self.share.begin_at(0, 0)
+            self.share.end_rest()
 
     def save_cache(self, name: str) -> None:
         """Save which rows are in the buffers. Raises ArgumentError where that cannot be."""
@@ -125,12 +131,12 @@ class Mode:
 def compiled_mode(
     store: OpenStore, batches: Sampler | None, name: str | None, *, reuse: bool = False,
     recorded_epochs: int | None = None, shuffle: bool = False, seed: int = 0, memory: int,
-    loader: dict[str, Any], **options: Any,
+    loader: dict[str, Any], steps: int | None = None, **options: Any,
 ) -> CompiledMode:  # fmt: skip
     """Record and compile mini-batches under ``name``, or take what is there, as
     :class:`~featstore.loaders.options.LoaderOptions` describes. ``batches``: None where it is to be there;
-    ``name``: None where the store is the compiled trace itself. ``loader``, ``options``: of the loader, and
-    of compiling."""
+    ``name``: None where the store is the compiled trace itself. ``steps``: mini-batches of an epoch, where
+    that is known. ``loader``, ``options``: of the loader, and of compiling."""
     reuse, shuffle = as_flag(reuse, "reuse"), as_flag(shuffle, "shuffle")
     epochs = None if recorded_epochs is None else as_count(recorded_epochs, "recorded_epochs")
     if shuffle:
@@ -144,6 +150,13 @@ def compiled_mode(
         if epochs not in (None, found):
             raise ArgumentError(
                 f"reuse= finds {found} recorded epochs under the name {name!r}, not recorded_epochs={epochs}"
+            )
+        lengths = np.diff(compiled.epochs())
+        if steps is not None and (lengths != steps).any():
+            raise ArgumentError(
+                f"reuse= finds epochs of {lengths.max():,} mini-batches under the name {name!r}, and those "
+                f"asked for have {steps:,}: it is of other seeds, mini-batches or ranks. Give another "
+                "name=, or leave out reuse="
             )
         if shuffle:
             _check_shuffled(compiled.entry.residency)
@@ -283,18 +296,17 @@ class RollingMode(Mode):
 
     loader: RollingLoader
     _anew = False  # an episode that is there is the rest of its epoch
+    _empty = False  # of the epoch that is gone on with nothing is left
 
     def _going(self) -> Generator[Any]:
-        for batch in super()._going():  # which has no end
-            last = self.loader.state()["next"] == 0
-            yield batch
-            del batch
-            if last:
-                return
+        if self._empty:
+            self._empty = False
+            return
+        yield from self.loader.episode()
 
     def set_epoch(self, epoch: int) -> None:
         self.loader.seek(epoch, anew=self._anew)
-        self._anew = False
+        self._anew = self._empty = False
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self._anew:
@@ -310,6 +322,10 @@ class RollingMode(Mode):
         self.share.check_rest(over)
         self.loader.seek(epoch, anew=True)
         self.share.begin_at(epoch, over)
+        self._empty = isinstance(self.share, RankedBatches) and not self.share.rest_of(epoch)
+        if self._empty:  # which cannot be recorded
+            self.end_rest()
+            self.loader.seek(epoch + 1)
         return 0, over
 
 
@@ -317,6 +333,14 @@ class PartitionsMode(Mode):
     """Mini-batches sampled inside random collections of partitions."""
 
     loader: PartitionsLoader
+
+    def _going(self) -> Generator[Any]:
+        if not len(self.loader):
+            raise ArgumentError(
+                "drop_last= leaves no mini-batch of this epoch: give fewer seeds a batch, or more memory, so "
+                "that more partitions are together"
+            )
+        yield from super()._going()
 
     def length(self) -> int:
         return len(self.loader)

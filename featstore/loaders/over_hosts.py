@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from featstore import arguments as args
 from featstore.base.warning import warn
@@ -17,8 +16,6 @@ from featstore.loaders.online.lookahead import check_known_ahead
 from featstore.loaders.options import AUTO_OPTIONS, MODES, OF_MODES, Given
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.ranks import Ranks
-from featstore.sampling.attributes import said_otherwise
-from featstore.sampling.batches import RankedBatches
 from featstore.storage.store import OpenStore
 from featstore.units import parse_bytes
 
@@ -81,25 +78,16 @@ def halo_bytes(store: OpenStore, given: Given, batches: Sampler | None) -> int:
     return int(max(found, halo.least_bytes(tables)))
 
 
-def said_alike(said: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of the options of sampling that are not as by default: names, and what tells them from others."""
-    return sorted((name, told(said[name])) for name in said_otherwise(said))
-
-
-def told(option: Any) -> str:
-    """What tells an option of other hosts': of an array the checksum of its values."""
-    if isinstance(option, str) or not hasattr(option, "__len__"):
-        return str(option)
-    return hashlib.sha256(np.ascontiguousarray(option).tobytes()).hexdigest()
-
-
-def tell_uneven(made: RankedBatches) -> None:
-    """Warn where hosts own so unequal numbers of seeds that much of an epoch comes again, or is left out."""
-    odd = made.num_replicas * (made.batch_size if made.dropped else 1)  # what is left over of even shares
-    most = _UNEVEN * made.total + odd
-    if max(made.padded, made.dropped) > most:
-        what = f"{made.padded:,} come again" if made.padded else f"{made.dropped:,} are left out"
+def tell_uneven(owner: NDArray[Any], hosts: int, a_step: int, drop_last: bool) -> None:
+    """Warn where hosts own so unequal numbers of seeds (``owner`` of each, ids) that many come again in an
+    epoch, or are left out. ``a_step``: seeds of all ranks, where what is over of even shares may be so."""
+    counts = np.bincount(owner, minlength=hosts)
+    total = int(counts.sum())
+    odd = total - int(counts.min()) * hosts if drop_last else int(counts.max()) * hosts - total
+    if odd > _UNEVEN * total + a_step:
+        what = "seeds of the others are left out" if drop_last else "seeds of the others come again"
         warn(
-            f"hosts own very unequal numbers of the {made.total:,} seeds: so that all have as many "
-            f"mini-batches, {what} in each epoch. Split the store with train=, which spreads them evenly"
+            f"hosts own very unequal numbers of the {total:,} seeds, {counts.min():,} to {counts.max():,}: "
+            f"so that all have as many mini-batches, {what} in each epoch. Split the store with train=, "
+            "which spreads them evenly"
         )

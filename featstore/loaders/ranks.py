@@ -86,7 +86,8 @@ def _tell(world: int) -> None:
     _said = True
     warn(
         f"this process is one of {world} ranks, and each takes one in {world} of the mini-batches that are "
-        "given to a loader, so that together they train on each once. Where every rank was given its own "
-        "part already, say world_size=1; where this is right, rank= and world_size= say so. memory= is that "
-        "of one process: the ranks of a host take it once each",
+        "given to a loader, so that together they train on each once, as long as "
+        "all have them in the same order: shuffle by the same seed on all. Where every rank was given its "
+        "own part already, say world_size=1; where this is right, rank= and world_size= say so. memory= is "
+        "that of one process: the ranks of a host take it once each",
     )

@@ -194,19 +194,24 @@ class RollingLoader(LoaderBase):
         """From where the loader is: the begin, a state that was loaded, or the mini-batch after the last one
         handed out. There is one iteration at a time: a new one ends the one before."""
         while True:
-            number, done = self._at
-            loader = self._open(number, done)
-            try:
-                for batch in loader:
-                    done += 1
-                    self._at = (number, done) if done < len(loader) else (number + 1, 0)
-                    yield batch
-                    del batch
-            finally:
-                loader.close()
-                if self.here:
-                    self._done = self._done.plus(loader.report())
-                    self._loader = None
+            yield from self.episode()
+
+    def episode(self) -> Iterator[Any]:
+        """The same, to the end of the episode."""
+        number, done = self._at
+        loader = self._open(number, done)
+        try:
+            for batch in loader if done < len(loader) else ():
+                done += 1
+                self._at = number, done
+                yield batch
+                del batch
+            self._at = number + 1, 0
+        finally:
+            loader.close()
+            if self.here:
+                self._done = self._done.plus(loader.report())
+                self._loader = None
 
     def _open(self, number: int, done: int) -> CompiledLoader:
         """The loader of an episode, which waits for it to be prepared; has the one after it prepared."""
@@ -225,7 +230,7 @@ class RollingLoader(LoaderBase):
             self._awaited = False
         self.waiting_seconds.append(time.perf_counter() - begin)
         loader = self._loader = CompiledLoader(compiled, **self._loader_options)
-        if done:
+        if 0 < done < len(loader):
             loader.load_state(state_of(loader.identity, 0, done))
         self._prepared(number + 1)
         return loader

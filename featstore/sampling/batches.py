@@ -246,12 +246,8 @@ class RankedBatches(SampledBatches):
         self._owner, self._hosts = owner, hosts
         self.padded = self.dropped = 0
         self._begun_at = (0, 0)  # an epoch, and how many seeds of its order are over
+        self._anew = False  # what an epoch was has changed
         super().__init__(sampler, train, batch_size, own=own, in_order=in_order)
-
-    @property
-    def total(self) -> int:
-        """Seeds of an epoch, each once."""
-        return len(self._nodes)
 
     @property
     def per_step(self) -> int:
@@ -282,6 +278,21 @@ class RankedBatches(SampledBatches):
         self.check_rest(over)
         self._begun_at = epoch, over
         self._begin(self.epoch)
+
+    def rest_of(self, epoch: int) -> int:
+        """Mini-batches of each rank in an epoch, or in the rest of it that was begun at."""
+        self.set_epoch(epoch)
+        return self.steps
+
+    def end_rest(self) -> None:
+        """The next time that an epoch is set, it is whole."""
+        self._begun_at, self._anew = (0, 0), True
+
+    def set_epoch(self, epoch: int) -> None:
+        if self._anew:
+            self._anew = False
+            self._begin(as_integer(epoch, "epoch"))
+        super().set_epoch(epoch)
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)

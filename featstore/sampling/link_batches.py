@@ -51,16 +51,17 @@ class LinkBatches(Sequence[dict[str, Any]]):
         self.padded = self.dropped = 0
         self.epoch = 0
         self._order = self._ordered()
-        if not len(self) and owner is not None:
+        if not len(self) and (count or owner is not None):
+            of = f" for each of {hosts} hosts" if owner is not None else ""
             raise ArgumentError(
-                f"drop_last= leaves no mini-batch of {self.batch_size:,} links for each of {hosts} hosts: "
-                "give fewer a batch"
+                f"drop_last= leaves no mini-batch of {self.batch_size:,} links{of}: give fewer a batch"
             )
 
     def _ordered(self) -> NDArray[np.int64]:
         count = self.total
         order = shuffled(count, self.sampler.sampler.seed, self.epoch) if self._shuffle else np.arange(count)
         if self._owner is None:
+            self.dropped = count % self.batch_size if self._drop_last else 0
             return order
         size, drop = self.batch_size, self._drop_last
         share = owned_share(order, self._owner, size, self._host, 1, self.num_replicas, drop)

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
+from featstore.base.sequences import each_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, split
@@ -110,7 +111,7 @@ def see(make_batches: MakeBatches, nodes: Callable[[Any], Any] | None, seconds: 
     epoch = len(batches) if isinstance(batches, Sized) else None
     for _ in range(PROFILE_PASSES_MAX):
         before, clock = len(ids), Clock()
-        for batch in batches:
+        for batch in each_of(batches):
             found, _sample = split(batch, nodes)
             costs.append(clock.cost(1))
             ids.append(found)
@@ -151,7 +152,7 @@ def pace(batches: Iterable[Any], workers: int, known: int, seconds: float) -> Co
     """
     skip = min(2 * workers, (known - 1) // 2)  # by then all workers are at work
     found, clock, watch = 0, Clock(), Clock()
-    for _batch in batches:
+    for _batch in each_of(batches):
         found += 1
         if found == skip + 1:
             clock = Clock()

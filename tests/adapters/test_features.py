@@ -219,8 +219,9 @@ def test_graphlearn_looks_rows_of_a_partition_up(frameworks: Any, arrays: Any, i
     feature = frameworks["graphlearn"].GraphLearnFeature(arrays["x"], id2index)
     ids = torch.tensor([103, 189])
     assert torch.equal(feature[ids], torch.from_numpy(X)[ids - 100])
-    with pytest.raises(IdError):  # of another partition
-        feature[torch.tensor([99])]
+    for wrong in (99, -1):  # of another partition, and what a tensor counts from its end
+        with pytest.raises(IdError):
+            feature[torch.tensor([wrong])]
 
 
 def test_graphlearn_hands_it_to_other_processes(frameworks: Any, arrays: Any) -> None:

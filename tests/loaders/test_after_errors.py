@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import ArgumentError, DeviceError, IdError
+from featstore.errors import ArgumentError, ClosedError, DeviceError, IdError
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.options import MODES
 from featstore.sampling.batches import RankedBatches, SampledBatches, open_sampler
@@ -166,9 +166,134 @@ def test_an_epoch_whose_rest_was_gone_through_is_whole_again(store: Any, mode: s
         assert nodes_of(loader) == whole[3:]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_at_the_last_mini_batch(store: Any, mode: str) -> None:
+    """Of that epoch nothing is left, and then the next one comes, under its name."""
+    with store.loader(**options_of(mode, "last")) as loader:
+        epochs, states = [], []
+        for _ in range(3):
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(batch.n_id.tolist())
+                states.append(loader.state_dict())
+    with store.loader(**options_of(mode, "lastagain")) as loader:
+        for epoch in (0, 1):
+            loader.load_state_dict(states[len(epochs[0]) * (epoch + 1) - 1])
+            assert loader.epoch == epoch
+            assert nodes_of(loader) == []
+            assert loader.epoch == epoch + 1
+            assert nodes_of(loader) == epochs[epoch + 1]
+        loader.load_state_dict(states[len(epochs[0]) - 1])
+        assert nodes_of(loader) == []
+        loader.set_epoch(1)
+        assert nodes_of(loader) == epochs[1]
+
+
+@pytest.mark.parametrize("mode", ["online", "rolling", "compiled"])
+def test_a_state_at_the_last_mini_batch_of_ranks_that_share(store: Any, mode: str, tmp_path: Path) -> None:
+    """The same, and of another number of ranks."""
+
+    def made(rank: int, ranks: int, line: str) -> Any:
+        own = featstore.open(store.path)
+        more = {"name": line} if mode != "online" else {}
+        return own.loader(
+            rank=rank, world_size=ranks, mode=mode, shared=str(tmp_path / line), **SAMPLED, **more
+        )
+
+    def train(loader: Any) -> Any:
+        epochs, states = [], []
+        for _ in range(3):
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(batch.n_id.tolist())
+                states.append(loader.state_dict())
+        return epochs, states[len(epochs[0]) - 1]
+
+    def resumed(loader: Any, state: Any) -> Any:
+        loader.load_state_dict(state)
+        return [nodes_of(loader) for _ in range(3)], loader.epoch
+
+    with ThreadPoolExecutor(2) as pool:
+        loaders = list(pool.map(made, range(2), [2] * 2, ["one"] * 2))
+        before = list(pool.map(train, loaders))
+        list(pool.map(lambda loader: loader.close(), loaders))
+        loaders = list(pool.map(made, range(2), [2] * 2, ["two"] * 2))
+        after = list(pool.map(resumed, loaders, [state for _, state in before]))
+        list(pool.map(lambda loader: loader.close(), loaders))
+    for (epochs, _), (found, epoch) in zip(before, after, strict=True):
+        assert found == [[], epochs[1], epochs[2]]
+        assert epoch == 3
+
+
+@pytest.mark.parametrize("mode", ["online", "rolling"])
+def test_of_an_epoch_nothing_is_left_for_other_ranks(store: Any, mode: str) -> None:
+    with store.loader(rank=0, world_size=2, **options_of(mode, "two")) as loader:
+        for batch in loader:
+            state = loader.state_dict()
+            del batch
+    with store.loader(**options_of(mode, "one")) as loader:
+        epochs = [nodes_of(loader) for _ in range(2)]
+        loader.load_state_dict(state)
+        assert nodes_of(loader) == []
+        assert loader.epoch == 1
+        assert nodes_of(loader) == epochs[1]
+
+
+@pytest.mark.parametrize("mode", ["online", "rolling", "partitions"])
+def test_an_epoch_that_is_set_at_the_last_mini_batch(store: Any, mode: str) -> None:
+    """The iteration that it ends says so; the next one is of that epoch."""
+    with store.loader(**options_of(mode, "set")) as loader:
+        first, second = nodes_of(loader), nodes_of(loader)
+        assert first != second
+        loader.set_epoch(0)
+        batches = iter(loader)
+        assert nodes_of(islice(batches, len(first))) == first
+        loader.set_epoch(0)
+        with pytest.raises(ClosedError):
+            next(batches)
+        assert loader.epoch == 0
+        assert nodes_of(loader) == first
+
+
+@pytest.mark.parametrize("mode", ["online", "rolling"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_epoch_that_fails_as_it_begins(
+    store: Any, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comes again where it was to begin, of as many ranks as then and of others."""
+    plainly, broken = RankedBatches.__getitem__, list[int]()
+
+    def once(self: Any, index: Any) -> Any:
+        if broken:
+            broken.clear()
+            raise DeviceError(5, "/dev/x")
+        return plainly(self, index)
+
+    with store.loader(rank=0, world_size=ranks, **options_of(mode, "begun")) as loader:
+        list(islice(iter(loader), 3))
+        state = loader.state_dict()
+    with store.loader(**options_of(mode, "expected")) as loader:
+        loader.load_state_dict(state)
+        expected = nodes_of(loader), nodes_of(loader)
+    monkeypatch.setattr(RankedBatches, "__getitem__", once)
+    with store.loader(**options_of(mode, "failed")) as loader:
+        loader.load_state_dict(state)
+        broken.append(0)
+        with pytest.raises(DeviceError):
+            list(loader)
+        assert (nodes_of(loader), nodes_of(loader)) == expected
+
+
+def test_mini_batches_that_divide_themselves_go_on_among_as_many_ranks() -> None:
+    """What of them is over, of all ranks', is another number where there are more."""
+    share = GivenShare([np.arange(3)] * 4, divided=4)
+    assert share.per_step == 4
+    assert GivenShare([np.arange(3)] * 4, world_size=4).per_step == 4
+
+
 def test_mini_batches_that_divide_themselves_have_no_rest() -> None:
     """Which of them are over, of all ranks', nobody knows."""
-    share = GivenShare([np.arange(3)] * 4, rank=1, divided=True)
+    share = GivenShare([np.arange(3)] * 4, rank=1, divided=2)
     share.begin_at(2, 0)
     with pytest.raises(ArgumentError, match="divide themselves"):
         share.begin_at(2, 4)
@@ -186,3 +311,61 @@ def test_ranks_that_share_a_loader_save_no_cache(store: Any, tmp_path: Path) -> 
             with pytest.raises(ArgumentError, match="share a loader"):
                 loader.save_cache()
         list(pool.map(lambda loader: loader.close(), loaders))
+
+
+# What is of something else.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_of_other_mini_batches_is_refused(store: Any, mode: str) -> None:
+    """Of another seed, other seeds, other fan-outs or options; of another size of mini-batches it goes on."""
+    with store.loader(**options_of(mode, "whose")) as loader:
+        list(islice(iter(loader), 2))
+        state = loader.state_dict()
+        list(loader)
+        between = loader.state_dict()
+    seeds = np.arange(NODES) >= NODES // 2
+    for other in ({"seed": 1}, {"seeds": seeds}, {"fanouts": (4, 2)}, {"replace": True}):
+        with store.loader(**options_of(mode, "other") | other) as loader:
+            for one in (state, between):
+                with pytest.raises(ArgumentError, match="the state has samples ="):
+                    loader.load_state_dict(one)
+    alike = {"seeds": np.ones(NODES, bool), "seed": 0, "fanouts": [4, 3], "batch_size": 16}
+    alike |= {"seeds": np.arange(NODES, dtype=np.int32)}  # however they are given
+    with store.loader(**options_of(mode, "alike") | alike) as loader:
+        loader.load_state_dict(between)
+        assert loader.epoch == 2
+
+
+def test_what_is_found_of_other_seeds_or_ranks_is_refused(store: Any) -> None:
+    """By how many mini-batches an epoch has; ranks of other runs have names of their own."""
+    given = options_of("compiled", "found")
+    with store.loader(**given) as loader:
+        steps = len(loader)
+    with store.loader(reuse=True, **given) as loader:
+        assert len(loader) == steps
+    with pytest.raises(ArgumentError, match=rf"finds epochs of {steps} mini-batches .* for have 5"):
+        store.loader(reuse=True, **given | {"seeds": np.arange(NODES // 2)})
+    with store.loader(rank=0, world_size=4, **given) as loader:
+        quarter = len(loader)
+    with store.loader(rank=0, world_size=2, reuse=True, **given) as loader:
+        assert len(loader) > quarter
+
+
+def test_drop_last_leaves_something_or_says_so(store: Any) -> None:
+    """And what it leaves out is counted, around links as around nodes."""
+    from featstore.sampling.links import LinkSampler
+
+    few = {"seeds": np.arange(0, NODES, 100), "batch_size": BATCH, "drop_last": True}
+    with (
+        store.loader(**options_of("partitions", "few") | few) as loader,
+        pytest.raises(ArgumentError, match="drop_last= leaves no mini-batch"),
+    ):
+        list(loader)
+    sampler = LinkSampler(open_sampler(store, (4, 3), memory="32MiB", in_memory=True))
+    links = np.arange(60).reshape(2, 30)
+    with pytest.raises(ArgumentError, match="drop_last= leaves no mini-batch of 31 links"):
+        LinkBatches(sampler, links, 31, drop_last=True)
+    with store.loader(LinkBatches(sampler, links, 7, drop_last=True), memory="32MiB") as loader:
+        assert len(list(loader)) == 4
+        assert loader.report().dropped == 2

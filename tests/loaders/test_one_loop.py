@@ -323,6 +323,8 @@ def test_states_have_one_shape(store: Any, mode: str) -> None:
         state = loader.state_dict()
         assert list(state) == list(state["at"]["in_mode"]) == list(order.state_dict()) == shape
         assert json.loads(json.dumps(state)) == state
+        samples = state["of"].pop("samples")
+        assert len(samples) == 16
         assert state["of"] == {"store": store.uuid, "mode": mode}
 
 

@@ -240,6 +240,7 @@ class HostService:
         if steps is not None and start.step >= steps:
             if start.step > steps:
                 raise ArgumentError(f"the state points to mini-batch {start.step} of {steps} of an epoch")
+            mode.set_epoch(start.epoch + 1)  # where all stand once there was nothing
             return _nothing()
         if start.at is None:
             if self._stands != start.epoch:

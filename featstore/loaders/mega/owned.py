@@ -30,8 +30,9 @@ from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.options import DrawnWith
 from featstore.loaders.mega.parts import Parts
 from featstore.loaders.modes import PartitionsMode
-from featstore.loaders.over_hosts import told
+from featstore.loaders.over_hosts import tell_uneven
 from featstore.loaders.report import LoaderReport
+from featstore.loaders.said import told
 from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.store import StoredGraph
 
@@ -55,7 +56,8 @@ def owned_partitions(
         whole = store.arrays[train] if isinstance(train, str) else train
         nodes = checked_train(whole, len(store.owners[table].hosts))
     owners = store.owners[table]
-    own = nodes[owners.mine(nodes)]
+    own, a_step = nodes[owners.mine(nodes)], place.hosts * place.ranks * (batch_size if drop_last else 1)
+    tell_uneven(owners.hosts[nodes], place.hosts, a_step, drop_last)
     if not len(own):
         raise ArgumentError(
             f"host {place.host} owns none of the {len(nodes):,} seeds: split the store with train=, which "
