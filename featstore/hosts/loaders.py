@@ -60,6 +60,7 @@ class LoadersOfHosts:
         self._theirs: dict[tuple[int, int], int] = {}
         self._steps: dict[tuple[int, int], int] = {}  # by host, and number of an epoch
         self._asked: dict[tuple[int, int], int] = {}  # by host and loader the epoch whose steps it waits for
+        self._threads: dict[int, int] = {}  # which goes through a loader
         self._begun: dict[tuple[int, int], list[Beginning]] = {}  # by host and loader, of each iteration
         self._elsewhere: list[str] = []  # where others begin, which nobody was told yet
         self._told_of: set[int] = set()  # loaders of which somebody was
@@ -107,6 +108,7 @@ class LoadersOfHosts:
         """Tell all hosts how many steps this one has in an epoch; what it has told, it does not tell
         again."""
         number = loader * _EPOCHS_MAX + epoch
+        self._threads[loader] = threading.get_ident()
         if (self._host, number) not in self._steps:
             self._steps[self._host, number] = steps
             self._say(ms.Kind.STEPS, number, steps)
@@ -150,16 +152,21 @@ class LoadersOfHosts:
             if not came and exchange.error is None:  # else the other has to find the same
                 line.say(Outgoing(ms.Kind.STEPS, number, _TAKEN_BACK))
 
+    def _said(self, host: int, loader: int, epoch: int) -> bool:
+        return (host, loader * _EPOCHS_MAX + epoch) in self._steps
+
     def _check_asked(self, host: int, loader: int, epoch: int) -> None:
         """Fail where the host that this one waits for waits for what this one, as it waits, will not say."""
-        asked = self._asked.get((host, loader), epoch)
-        said = (self._host, loader * _EPOCHS_MAX + asked) in self._steps
-        # what it said before it asked has come before
-        if asked == epoch or said or (host, loader * _EPOCHS_MAX + epoch) in self._steps:
+        # what is asked of a loader of another thread, that thread may say
+        own = [one for one, thread in list(self._threads.items()) if thread == threading.get_ident()]
+        asked = [(one, self._asked[host, one]) for one in own if (host, one) in self._asked]
+        asked = [one for one in asked if one != (loader, epoch) and not self._said(self._host, *one)]
+        if not asked or self._said(host, loader, epoch):  # what it said before it asked has come before
             return
         what = (
-            f"begins epoch {asked} of its loader {loader}, and this host epoch {epoch}, so that each waits "
-            "for the other: call set_epoch() and load_state_dict() alike on all hosts"
+            f"begins epoch {asked[0][1]} of its loader {asked[0][0]}, and this host epoch {epoch} of its "
+            f"loader {loader}, so that each waits for the other: go through loaders, and call set_epoch() "
+            "and load_state_dict(), alike on all hosts"
         )
         self._exchange.fail(self._exchange.peer_error(host, what))
 

@@ -202,8 +202,8 @@ class Making:
             place, hosts = self.store.place, self.store.owners[table].hosts
             ids = checked_train(seeds, sampler.node_count, repeated=True)
             owner = hosts if listed is None else hosts[ids]
-            a_step = self.ranks.shares * (self._seeds_of_a_step()["batch_size"] if self.drop_last else 1)
-            tell_uneven(hosts[ids], place.hosts, a_step, self.drop_last)
+            size = self._seeds_of_a_step()["batch_size"]
+            tell_uneven(hosts[ids], place.hosts, place.ranks, size, self.drop_last)
             here, owned = tuple(map(place.share, here)), {"owner": owner, "hosts": place.hosts}
             said = ids.tobytes() + (b"" if listed is None or listed.times is None else listed.times.tobytes())
             digest = hashlib.sha256(said).hexdigest()

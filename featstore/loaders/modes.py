@@ -44,7 +44,7 @@ class Mode:
     #: Told of the epoch and the step of the first mini-batch of an iteration, and how many were handed out
     #: before it: it is to be so on all hosts.
     say: Callable[[int, int, int], None] | None = None
-    _untold: tuple[int, int] | None = None  # where an iteration has begun
+    _untold: tuple[int, int, int] | None = None  # of an iteration that has begun
     _handed = 0
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
@@ -54,16 +54,17 @@ class Mode:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def begin(self, epoch: int, step: int) -> None:
-        """An iteration begins there."""
-        self._untold = epoch, step
+    def begin(self, epoch: int, step: int, *, ahead: bool = False) -> None:
+        """An iteration begins there. ``ahead``: this goes ahead of the loops, which have had fewer
+        mini-batches."""
+        self._untold = epoch, step, 0 if ahead else self._handed
 
     def epoch(self) -> Generator[Any]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
         with closing(self._going()) as batches:
             for batch in batches:
                 if self._untold is not None and self.say is not None:
-                    self.say(*self._untold, self._handed)
+                    self.say(*self._untold)
                 self._untold = None
                 if self.check is not None:
                     self.check()
@@ -312,6 +313,12 @@ class RollingMode(Mode):
         if self._anew:
             self.set_epoch(state["epoch"])
         super().load_state(state)
+        epoch, share = state["epoch"], self.share
+        if isinstance(share, RankedBatches):
+            steps = share.steps if share.epoch == epoch else share.epoch_steps()
+            if state["next"] == steps:  # without preparing an episode of which nothing is left
+                self.loader.seek(epoch + 1)
+                self._empty = True
 
     def end_rest(self) -> None:
         super().end_rest()
@@ -335,7 +342,7 @@ class PartitionsMode(Mode):
     loader: PartitionsLoader
 
     def _going(self) -> Generator[Any]:
-        if not len(self.loader):
+        if self.loader.passes != "auto" and not len(self.loader):
             raise ArgumentError(
                 "drop_last= leaves no mini-batch of this epoch: give fewer seeds a batch, or more memory, so "
                 "that more partitions are together"

@@ -78,13 +78,14 @@ def halo_bytes(store: OpenStore, given: Given, batches: Sampler | None) -> int:
     return int(max(found, halo.least_bytes(tables)))
 
 
-def tell_uneven(owner: NDArray[Any], hosts: int, a_step: int, drop_last: bool) -> None:
-    """Warn where hosts own so unequal numbers of seeds (``owner`` of each, ids) that many come again in an
-    epoch, or are left out. ``a_step``: seeds of all ranks, where what is over of even shares may be so."""
+def tell_uneven(owner: NDArray[Any], hosts: int, ranks: int, batch_size: int, drop_last: bool) -> None:
+    """Warn where hosts own so unequal numbers of seeds (``owner`` of each) that many come again in an epoch,
+    or are left out. Each of them has so many ``ranks``; what is over of even shares is not told."""
     counts = np.bincount(owner, minlength=hosts)
     total = int(counts.sum())
     odd = total - int(counts.min()) * hosts if drop_last else int(counts.max()) * hosts - total
-    if odd > _UNEVEN * total + a_step:
+    over, several = hosts * ranks * (batch_size if drop_last else 1), counts.max() > ranks * batch_size
+    if odd > _UNEVEN * total + over and (several or drop_last):  # within a mini-batch none comes again
         what = "seeds of the others are left out" if drop_last else "seeds of the others come again"
         warn(
             f"hosts own very unequal numbers of the {total:,} seeds, {counts.min():,} to {counts.max():,}: "

@@ -26,7 +26,7 @@ from featstore.base.system import submitted
 from featstore.base.threads import Runner
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
-from featstore.errors import BudgetError, ClosedError
+from featstore.errors import ArgumentError, BudgetError, ClosedError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
@@ -230,6 +230,8 @@ class RollingLoader(LoaderBase):
             self._awaited = False
         self.waiting_seconds.append(time.perf_counter() - begin)
         loader = self._loader = CompiledLoader(compiled, **self._loader_options)
+        if done > len(loader):
+            raise ArgumentError(f"the state points to mini-batch {done} of {len(loader)} of an epoch")
         if 0 < done < len(loader):
             loader.load_state(state_of(loader.identity, 0, done))
         self._prepared(number + 1)

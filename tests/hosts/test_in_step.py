@@ -132,8 +132,10 @@ def test_very_uneven_seeds_are_told(folder: Path) -> None:
     with hosts(folder / "whole", HOSTS, memory="24MiB") as (stores, _):
         seeds = owned(stores, "features", (40, 3))
 
-        def make(store: Any, **more: Any) -> Any:
-            store.loader(**said(store, seeds, 2, **more)).close()
+        def make(store: Any, size: int = 2, **more: Any) -> Any:
+            store.loader(**said(store, seeds, size, **more)).close()
+
+        assert each(stores, lambda store: make(store, 40)) == [None, None]  # of one mini-batch each
 
         for error in each(stores, make):
             assert isinstance(error, FeatstoreWarning)
@@ -226,6 +228,20 @@ def test_a_state_that_is_refused_changes_nothing(folder: Path) -> None:
 
     with hosts(folder / "whole", HOSTS, memory="24MiB") as (stores, _):
         assert each(stores, train) == [True] * HOSTS
+
+
+def test_hosts_in_other_loaders_of_partitions_do_not_wait_for_ever(folder: Path) -> None:
+    """One trains while the other validates, and the other way round."""
+
+    def train(store: Any) -> None:
+        options = [said(store, np.arange(NODES), size, mode="partitions") for size in (8, 9)]
+        with store.loader(**options[0]) as one, store.loader(**options[1]) as two:
+            for _ in range(3):
+                list(one if store.place.host else two)
+
+    with hosts(folder / "whole", HOSTS, memory="64MiB", timeout=60.0) as (stores, _):
+        found = each(stores, train)
+    assert all(isinstance(error, PeerError) for error in found), found
 
 
 def test_one_that_is_slow_is_no_other_epoch(folder: Path) -> None:

@@ -352,6 +352,22 @@ def test_what_is_found_of_other_seeds_or_ranks_is_refused(store: Any) -> None:
         assert len(loader) > quarter
 
 
+def test_passes_of_partitions_by_the_clock_have_no_number(store: Any) -> None:
+    """And are gone through all the same."""
+    with store.loader(mode="partitions", passes="auto", **SAMPLED) as loader:
+        assert len(list(loader)) >= NODES // BATCH
+
+
+def test_a_state_beyond_the_end_is_refused(store: Any) -> None:
+    with store.loader([np.arange(5)] * 4, mode="rolling", name="many", memory="32MiB") as loader:
+        list(islice(iter(loader), 3))
+        state = loader.state_dict()
+    with store.loader([np.arange(5)] * 2, mode="rolling", name="few", memory="32MiB") as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ArgumentError, match="mini-batch 3 of 2"):
+            list(loader)
+
+
 def test_drop_last_leaves_something_or_says_so(store: Any) -> None:
     """And what it leaves out is counted, around links as around nodes."""
     from featstore.sampling.links import LinkSampler

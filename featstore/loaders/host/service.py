@@ -240,7 +240,9 @@ class HostService:
         if steps is not None and start.step >= steps:
             if start.step > steps:
                 raise ArgumentError(f"the state points to mini-batch {start.step} of {steps} of an epoch")
+            self._stands = None
             mode.set_epoch(start.epoch + 1)  # where all stand once there was nothing
+            self._stands = start.epoch + 1
             return _nothing()
         if start.at is None:
             if self._stands != start.epoch:
@@ -250,7 +252,7 @@ class HostService:
         else:  # mini-batches are counted over all ranks there
             mode.load_state({**start.at, "next": start.step * len(self._ranks)})
         self._stands = None
-        mode.begin(start.epoch, start.step)
+        mode.begin(start.epoch, start.step, ahead=True)
         return mode.epoch()
 
     def _hand(self, one: _Rank, batch: Batch) -> None:

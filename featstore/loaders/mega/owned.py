@@ -56,8 +56,8 @@ def owned_partitions(
         whole = store.arrays[train] if isinstance(train, str) else train
         nodes = checked_train(whole, len(store.owners[table].hosts))
     owners = store.owners[table]
-    own, a_step = nodes[owners.mine(nodes)], place.hosts * place.ranks * (batch_size if drop_last else 1)
-    tell_uneven(owners.hosts[nodes], place.hosts, a_step, drop_last)
+    own = nodes[owners.mine(nodes)]
+    tell_uneven(owners.hosts[nodes], place.hosts, place.ranks, batch_size, drop_last)
     if not len(own):
         raise ArgumentError(
             f"host {place.host} owns none of the {len(nodes):,} seeds: split the store with train=, which "
