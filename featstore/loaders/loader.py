@@ -61,7 +61,8 @@ class Loader(Shown, LoaderBase):
         batches: mini-batches as :meth:`featstore.Trace.record` takes them (PyG's loaders, arrays of node ids,
             pairs of ids and sample ...), without features: an iterable that can be gone through once an
             epoch, or a function of the epoch's number that makes one. What has a ``set_epoch`` is told the
-            epoch. Not with ``seeds``.
+            epoch. Not with ``seeds``. Memory of node ids may be used again for the next one; whatever else
+            a mini-batch has is handed out as it is, several of them later, and must stay.
         options: see :class:`featstore.loaders.options.LoaderOptions`.
 
     Raises ArgumentError for an option that the mode does not have; what sampling, compiling and reading

@@ -70,8 +70,9 @@ class TypedWhole(Whole):
         batch = as_batch(made)
         if isinstance(field_of(batch.sample, "row"), Mapping):  # sampled here, around nodes or links
             batch.n_id = ids_of(batch.sample)
-            if not isinstance(batch.x, Mapping):  # rows of one table alone
-                batch.x = {self._tables[0]: batch.x}
+            if not isinstance(batch.x, Mapping):  # rows of one table alone: that of whose nodes there are
+                there = [name for name in self._tables if len(batch.n_id.get(name, ()))]
+                batch.x = {(there or self._tables)[0]: batch.x}
             if self.edge_types:
                 batch.edge_attr = {of: batch.x[name] for name, of in self.edge_types.items()}
             batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}

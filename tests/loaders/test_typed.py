@@ -107,6 +107,20 @@ def test_mini_batches_are_the_sampler_s(store: featstore.Store) -> None:
                 np.testing.assert_array_equal(batch.edge_index[of], [wanted.row[of], wanted.col[of]])
 
 
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_rows_of_one_type_alone_have_its_name(store: featstore.Store, source: Source, mode: str) -> None:
+    """Of mini-batches that are given, and have no node of the other type with features."""
+    indptr, knows = np.arange(NODES["author"] + 1), np.arange(NODES["author"])[::-1].astype(np.int32)
+    own = {"author": NODES["author"]}
+    sampler = TypedNeighborSampler({("author", "knows", "author"): (indptr, knows)}, own, (1,), 0)
+    batches = [sampler.sample("author", np.arange(k, k + 9), k) for k in range(4)]
+    more = {} if mode == "online" else {"name": "authors"}
+    with store.loader(batches, mode=mode, memory=MEMORY, **more) as loader:
+        for batch, sample in zip(loader, batches, strict=True):
+            assert list(batch.x) == ["author"]
+            np.testing.assert_array_equal(batch.x["author"], source.rows["author"][sample.node["author"]])
+
+
 @pytest.mark.parametrize(
     "seeds", ["paper.train", ("paper", "paper.train"), ("paper", np.isin(np.arange(300), SEEDS))]
 )
