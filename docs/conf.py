@@ -54,7 +54,6 @@ INTERNAL = {
     "Shared": {"tables_of", "as_source"},
     "Reader": {"read_pages"},
     "Trace": {"expect"},
-    "Loader": {"tell_positions"},
 }
 
 

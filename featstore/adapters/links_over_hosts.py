@@ -4,7 +4,6 @@ whose sources, and all on equally many."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
-from featstore.loaders.loader import Loader
 from featstore.loaders.ranks import Ranks
-from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler
 from featstore.storage.store import OpenStore
 
@@ -75,11 +72,3 @@ def deal_links(sources: NDArray[Any], targets: NDArray[Any], hosts: int) -> NDAr
                     own = own[owner[own] == host]
                     spare[host], spare[other] = spare[host] + count, spare[other] - count
     return owner
-
-
-def agree_on_links(store: OpenStore, batches: LinkBatches, options: Any, loader: Loader) -> None:
-    """Have all hosts say the same, of a store that is split; else PeerError on all, of the next mini-batch at
-    the latest. The ``loader`` tells where it begins."""
-    if isinstance(store, WholeStore):
-        number = store.agree({"links": batches.said(), "options": repr(options)})
-        loader.tell_positions(partial(store.say_position, number))

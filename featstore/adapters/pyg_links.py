@@ -8,11 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from featstore.adapters.links_over_hosts import (
-    agree_on_links,
-    check_links_of_hosts,
-    links_of_host,
-)
+from featstore.adapters.links_over_hosts import check_links_of_hosts, links_of_host
 from featstore.adapters.pyg_loader import attached, edge_table_of, no_call, refuse, warn_of
 from featstore.adapters.pyg_types import (
     canonical,
@@ -34,6 +30,7 @@ from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
+from featstore.loaders.said import said_alike, told
 from featstore.loaders.samplers import rows_first, sampler_over_hosts
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.options import as_memory
@@ -160,15 +157,15 @@ class LinkNeighborLoader:
                 edge_table_of(data, of.name, options.get("mode")),
             )
             tables = {of.table.name: of.table}
+        if isinstance(data, WholeStore):
+            asked = [told(num_neighbors), seed, graph, said_alike(said), self._type]
+            self._batches.alike = {"links": self._batches.said(), "options": asked}
         self._shares = shares = rows_first(self._batches, tables, shares)
         with shares.told_of_all():
             self.loader = Loader(
                 data, self._batches, attach=names, memory=shares.rows_bytes, tensors=True, edge_table=edges,
                 **options,
             )  # fmt: skip
-        # last: what fails here alone may be tried again, and hosts count what they agree on
-        asked = [num_neighbors, seed, graph, sorted(said.items()), self._type]
-        agree_on_links(data, self._batches, asked, self.loader)
 
     @property
     def dataset(self) -> Sequence[int]:

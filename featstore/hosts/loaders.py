@@ -202,10 +202,11 @@ class LoadersOfHosts:
 
     def check(self) -> None:
         """Warn, once for each loader, where another host begins elsewhere."""
-        with self._lock:
-            told, self._elsewhere = self._elsewhere, []
-        for text in told:
-            warn(text)
+        if self._elsewhere:
+            with self._lock:
+                told, self._elsewhere = self._elsewhere, []
+            for text in told:
+                warn(text)
 
 
 def _of_numbers(numbers: Sequence[int]) -> NDArray[np.uint8]:

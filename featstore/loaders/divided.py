@@ -64,6 +64,11 @@ class GivenShare:
         """Whether mini-batches are the store's own, around links."""
         return isinstance(self._batches, LinkBatches)
 
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What all hosts are to say of these mini-batches; nothing of a user's own."""
+        return self._batches.alike if isinstance(self._batches, LinkBatches) else {}
+
     def apart(self) -> GivenShare:
         """The same, of which other epochs can be gone through meanwhile."""
         made = copy.copy(self)

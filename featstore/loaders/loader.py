@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -28,7 +28,6 @@ from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
 from featstore.loaders.report import LoaderReport, report_sheet
-from featstore.loaders.said import samples_of
 from featstore.loaders.watch import Watch, spans
 from featstore.reader.options import as_memory
 from featstore.storage.store import as_store
@@ -100,7 +99,7 @@ class Loader(Shown, LoaderBase):
         LOG.info("%s: mode %s, because %s", self.store.path, self.mode, self.mode_because)
         if self._watch is not None and self._watch.line.stage:
             self._watch.line.end(f"mode {self.mode}: prepared")
-        self._in_order, self._samples = bool(given.get("seeds_in_order")), samples_of(given)
+        self._in_order, self._samples = bool(given.get("seeds_in_order")), making.samples
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
         self._resumed = False  # a state was loaded since the last iteration
@@ -228,10 +227,6 @@ class Loader(Shown, LoaderBase):
             return self._mode.go_on(epoch, over)
         self._mode.set_epoch(epoch)
         return 0, 0
-
-    def tell_positions(self, say: Callable[[int, int, int], None]) -> None:
-        """Tell ``say`` of each iteration its epoch and step, and how many mini-batches came before."""
-        self._mode.say = say
 
     # What else there is.
 

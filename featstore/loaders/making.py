@@ -3,9 +3,8 @@ options."""
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from featstore import arguments as args
@@ -30,7 +29,7 @@ from featstore.loaders.over_hosts import auto_is_online, check_ranks, halo_bytes
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.said import said_alike
+from featstore.loaders.said import samples_of
 from featstore.loaders.samplers import kept_ahead, rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.typed import TypedWhole
@@ -122,6 +121,7 @@ class Making:
         if batches is not None:
             divided = self.ranks.world_size if self.ranks.shares < self.ranks.world_size else 0
             self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last, divided)
+            self._alike = dict(self.share.alike)
         elif self._sampled and given.mode != "partitions":
             self.share = self._sample()
         if given.mode == "auto":
@@ -157,6 +157,11 @@ class Making:
 
     # Whose mini-batches.
 
+    @cached_property
+    def samples(self) -> str:
+        """What tells what is sampled here from others."""
+        return samples_of(self.given)
+
     def _check_given(self, batches: Any) -> None:
         """Mini-batches were given."""
         for name in (*SAMPLING, "shared"):
@@ -190,12 +195,12 @@ class Making:
             self.store, fanouts, self.shares, seed=self._seed, graph=graph,
             check=self.whole.check_sampled, said=given.said,
         )  # fmt: skip
-        made = self._divided(sampler, nodes, table.name, {"fanouts": fanouts, "graph": graph})
+        made = self._divided(sampler, nodes, table.name)
         self.shares = rows_first(made, {table.name: table}, self.shares)
         return made
 
-    def _divided(self, sampler: Any, seeds: Any, table: str, alike: dict[str, Any]) -> RankedBatches:
-        """The mini-batches around nodes of a table, each host's around its own; all have said ``alike``."""
+    def _divided(self, sampler: Any, seeds: Any, table: str) -> RankedBatches:
+        """The mini-batches around nodes of a table, each host's around its own."""
         here, in_order, owned = self._here, self._in_order, dict[str, Any]()
         listed = SeedList.over(sampler, seeds, self.given.get("input_time"))
         if isinstance(self.store, WholeStore):
@@ -205,11 +210,8 @@ class Making:
             size = self._seeds_of_a_step()["batch_size"]
             tell_uneven(hosts[ids], place.hosts, place.ranks, size, self.drop_last)
             here, owned = tuple(map(place.share, here)), {"owner": owner, "hosts": place.hosts}
-            said = ids.tobytes() + (b"" if listed is None or listed.times is None else listed.times.tobytes())
-            digest = hashlib.sha256(said).hexdigest()
-            alike = alike | {"seeds": digest, "seed": self._seed, "mode": self.given.mode}
-            alike = alike | {"said": said_alike(self.given.said), "in_order": in_order}
-            self._alike = alike | self._seeds_of_a_step()
+            self._alike = {"samples": self.samples, "mode": self.given.mode, "in_order": in_order}
+            self._alike |= self._seeds_of_a_step()
         if listed is not None:
             sampler, seeds = listed, listed.numbers
         made = RankedBatches(
@@ -235,8 +237,7 @@ class Making:
         sampler, self.shares = typed_sampler_within(
             self.store, seeds, fanouts, self.shares, self._seed, self.given.said
         )
-        alike = {"type": seeds.node_type, "fanouts": sampler.fanouts}
-        made = self._divided(sampler, seeds.ids, seeds.node_type, alike)
+        made = self._divided(sampler, seeds.ids, seeds.node_type)
         tables = {name: self.store.tables[name] for name in self.store.node_types}
         self.shares = rows_first(made, tables, self.shares)
         return made

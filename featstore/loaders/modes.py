@@ -310,13 +310,14 @@ class RollingMode(Mode):
         self._anew = self._empty = False
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if self._anew:
-            self.set_epoch(state["epoch"])
         super().load_state(state)
-        epoch, share = state["epoch"], self.share
+        epoch, after, share = state["epoch"], state["next"], self.share
+        if self._anew:
+            self.loader.seek(epoch, after, anew=True)
+        self._anew = self._empty = False
         if isinstance(share, RankedBatches):
             steps = share.steps if share.epoch == epoch else share.epoch_steps()
-            if state["next"] == steps:  # without preparing an episode of which nothing is left
+            if after == steps:  # without preparing an episode of which nothing is left
                 self.loader.seek(epoch + 1)
                 self._empty = True
 

@@ -1,4 +1,4 @@
-"""What loaders over hosts ask of ranks, and say of what they were given."""
+"""What loaders over hosts ask of ranks, and say of what they were given; and where mode auto is online."""
 
 from __future__ import annotations
 

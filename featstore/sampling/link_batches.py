@@ -49,6 +49,7 @@ class LinkBatches(Sequence[dict[str, Any]]):
         self._numbered = as_flag(numbered, "numbered")
         self._owner, self._host, self.num_replicas = owner, host, hosts
         self.padded = self.dropped = 0
+        self.alike: dict[str, Any] = {}  # what all hosts are to say of them
         self.epoch = 0
         self._order = self._ordered()
         if not len(self) and (count or owner is not None):

@@ -64,22 +64,19 @@ def owned_share(
         each = int(counts.min()) // (ranks * batch_size) * batch_size
         return Share(own[: each * ranks][local::ranks], 0, len(order) - each * ranks * hosts)
     each = -(-int(counts.max()) // ranks)
-    left_out = sum(
-        int(_again(int(count), each, batch_size, one, ranks).sum())
-        for count in counts
-        for one in range(ranks)
-    )
-    seeds = np.resize(own, each * ranks)[local::ranks]
-    again = _again(len(own), each, batch_size, local, ranks)
-    if again.any():
-        seeds = np.where(again, NO_SEED, seeds.astype(np.int64))
+    left_out = ranks * sum(_places_again(int(count), each, batch_size, ranks) for count in counts)
+    seeds, period = np.resize(own, each * ranks)[local::ranks], _period(len(own), ranks)
+    if period < min(batch_size, each):
+        seeds = np.where(np.arange(each) % batch_size < period, seeds.astype(np.int64), NO_SEED)
     return Share(seeds, each * ranks * hosts - len(order) - left_out, 0)
 
 
-def _again(count: int, each: int, batch_size: int, local: int, ranks: int) -> NDArray[np.bool_]:
-    """Which of the ``each`` places of a rank repeat what stands earlier in their mini-batch, where a host of
-    so many ranks goes through ``count`` seeds again and again."""
-    period = count // math.gcd(count, ranks)  # of a rank's seeds
-    if period >= min(batch_size, each):
-        return np.zeros(each, bool)
-    return np.arange(each) % batch_size >= period
+def _period(count: int, ranks: int) -> int:
+    """After how many of its seeds a rank begins again, where a host of so many goes through ``count``."""
+    return count // math.gcd(count, ranks)
+
+
+def _places_again(count: int, each: int, batch_size: int, ranks: int) -> int:
+    """How many of the ``each`` places of such a rank repeat what stands earlier in their mini-batch."""
+    period, (whole, rest) = _period(count, ranks), divmod(each, batch_size)
+    return whole * max(0, batch_size - period) + max(0, rest - period)

@@ -64,7 +64,6 @@ NOT_CALLED = {
     "OnlineLoader.finished": "called by its own thread",
     "CompiledTrace.open_readers": "called by its loader",
     "RollingLoader.seek": "called by Loader",
-    "Loader.tell_positions": "called where hosts have agreed on its mini-batches",
     "Ticket": "made by FeatureBuffer.begin",
     "DeviceTicket": "made by DeviceBuffer.begin",
     "FeatureBuffer.forget": "called by tickets",

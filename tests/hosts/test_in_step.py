@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import in_child
-from test_split_topology import each, graph_of, hosts, split
+from test_sampled_ahead import HOSTS, NODES, write_parts
+from test_split_topology import each, hosts, split
 
 import featstore
 from featstore.errors import ArgumentError, ClosedError, FeatstoreWarning, IdError, PeerError, SourceError
@@ -23,21 +24,11 @@ from featstore.hosts.places import HostPlace
 from featstore.sampling.batches import RankedBatches
 from featstore.sampling.ranked import NO_SEED, owned_share
 
-NODES, HOSTS = 120, 2
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
-    made = tmp_path_factory.mktemp("in-step")
-    features = np.arange(3 * NODES, dtype=np.float32).reshape(NODES, 3)
-    edges = np.random.default_rng(1).integers(0, NODES, (2, 700))
-    with pack(made / "s", features, graph=graph_of(NODES, 5, 3), order="ldg", partitions=8) as store:
-        for name, topology in (("whole", False), ("split", True)):
-            split(store, HOSTS, made / name, split_topology=topology)
-    types = {"a": features, "b": features[:, :2].copy()}
-    graph = {("a", "r", "b"): edges, ("b", "s", "a"): edges}
-    with pack(made / "t", types, graph=graph, order="given") as store:
-        split(store, HOSTS, made / "types", split_topology=False)
+    made = write_parts(tmp_path_factory.mktemp("in-step"), pack, edge_ids=False)
+    with featstore.open(made / "t") as store:
         split(store, HOSTS, made / "split-types", split_topology=True)
         split(store, 1, made / "one", split_topology=True)
         warm_up(store, ("b", np.arange(9)))

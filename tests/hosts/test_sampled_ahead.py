@@ -24,13 +24,13 @@ from featstore.sampling.batches import SampledBatches
 NODES, HOSTS = 160, 2
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
-    made = tmp_path_factory.mktemp("sampled-ahead")
+def write_parts(made: Path, pack: Any, *, edge_ids: bool) -> Path:
+    """``whole``, ``split`` and ``types``: of two hosts, with whole topology, with split, and of types; the
+    stores are ``s`` and ``t``."""
     features = np.arange(3 * NODES, dtype=np.float32).reshape(NODES, 3)
     edges = np.random.default_rng(1).integers(0, NODES, (2, 900))
     with pack(
-        made / "s", features, graph=graph_of(NODES, 5, 3), order="ldg", partitions=8, edge_ids=True
+        made / "s", features, graph=graph_of(NODES, 5, 3), order="ldg", partitions=8, edge_ids=edge_ids
     ) as store:
         for name, topology in (("whole", False), ("split", True)):
             split(store, HOSTS, made / name, split_topology=topology)
@@ -39,6 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
     with pack(made / "t", types, graph=graph, order="given") as store:
         split(store, HOSTS, made / "types", split_topology=False)
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
+    return write_parts(tmp_path_factory.mktemp("sampled-ahead"), pack, edge_ids=True)
 
 
 def run(place: Path, plan: Any, monkeypatch: pytest.MonkeyPatch, ahead_from: int, **said: Any) -> Any:

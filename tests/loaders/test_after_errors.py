@@ -37,6 +37,17 @@ def nodes_of(batches: Any) -> list[Any]:
     return [batch.n_id.tolist() for batch in batches]
 
 
+def epochs_and_states(loader: Any) -> tuple[list[list[Any]], list[Any]]:
+    """Of three epochs the nodes of each mini-batch, and the state at each."""
+    epochs, states = list[list[Any]](), list[Any]()
+    for _ in range(3):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch.n_id.tolist())
+            states.append(loader.state_dict())
+    return epochs, states
+
+
 def options_of(mode: str, name: str) -> dict[str, Any]:
     more = {"name": name} if mode in ("compiled", "rolling") else {}
     return {"mode": mode, **SAMPLED, **more}
@@ -170,12 +181,7 @@ def test_an_epoch_whose_rest_was_gone_through_is_whole_again(store: Any, mode: s
 def test_a_state_at_the_last_mini_batch(store: Any, mode: str) -> None:
     """Of that epoch nothing is left, and then the next one comes, under its name."""
     with store.loader(**options_of(mode, "last")) as loader:
-        epochs, states = [], []
-        for _ in range(3):
-            epochs.append([])
-            for batch in loader:
-                epochs[-1].append(batch.n_id.tolist())
-                states.append(loader.state_dict())
+        epochs, states = epochs_and_states(loader)
     with store.loader(**options_of(mode, "lastagain")) as loader:
         for epoch in (0, 1):
             loader.load_state_dict(states[len(epochs[0]) * (epoch + 1) - 1])
@@ -187,6 +193,9 @@ def test_a_state_at_the_last_mini_batch(store: Any, mode: str) -> None:
         assert nodes_of(loader) == []
         loader.set_epoch(1)
         assert nodes_of(loader) == epochs[1]
+        loader.load_state_dict(states[len(epochs[0]) - 1])
+        loader.load_state_dict(states[1])  # of what is loaded last
+        assert nodes_of(loader) == epochs[0][2:]
 
 
 @pytest.mark.parametrize("mode", ["online", "rolling", "compiled"])
@@ -200,25 +209,16 @@ def test_a_state_at_the_last_mini_batch_of_ranks_that_share(store: Any, mode: st
             rank=rank, world_size=ranks, mode=mode, shared=str(tmp_path / line), **SAMPLED, **more
         )
 
-    def train(loader: Any) -> Any:
-        epochs, states = [], []
-        for _ in range(3):
-            epochs.append([])
-            for batch in loader:
-                epochs[-1].append(batch.n_id.tolist())
-                states.append(loader.state_dict())
-        return epochs, states[len(epochs[0]) - 1]
-
     def resumed(loader: Any, state: Any) -> Any:
         loader.load_state_dict(state)
         return [nodes_of(loader) for _ in range(3)], loader.epoch
 
     with ThreadPoolExecutor(2) as pool:
         loaders = list(pool.map(made, range(2), [2] * 2, ["one"] * 2))
-        before = list(pool.map(train, loaders))
+        before = list(pool.map(epochs_and_states, loaders))
         list(pool.map(lambda loader: loader.close(), loaders))
         loaders = list(pool.map(made, range(2), [2] * 2, ["two"] * 2))
-        after = list(pool.map(resumed, loaders, [state for _, state in before]))
+        after = list(pool.map(resumed, loaders, [states[len(epochs[0]) - 1] for epochs, states in before]))
         list(pool.map(lambda loader: loader.close(), loaders))
     for (epochs, _), (found, epoch) in zip(before, after, strict=True):
         assert found == [[], epochs[1], epochs[2]]
