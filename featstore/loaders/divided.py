@@ -23,8 +23,7 @@ class GivenShare:
     Where they do not divide evenly, the first ones stand twice; with ``drop_last`` the last ones are left
     out. ``padded`` and ``dropped`` say how many, of the epoch that was gone through last. Of a sequence only
     a rank's own are asked for; of anything else each rank goes through all of them, and passes over the
-    others. ``divided``: among so many
-    ranks they are already, and these are this one's.
+    others. ``divided``: they are this one's of so many ranks already.
     """
 
     def __init__(
