@@ -28,6 +28,7 @@ from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
 from featstore.loaders.report import LoaderReport, report_sheet
+from featstore.loaders.said import SAMPLED_BY
 from featstore.loaders.watch import Watch, spans
 from featstore.reader.options import as_memory
 from featstore.storage.store import as_store
@@ -183,7 +184,7 @@ class Loader(Shown, LoaderBase):
     @property
     def _identity(self) -> dict[str, str]:
         """What a state belongs to."""
-        what = {"store": self.store.uuid, "mode": self.mode, "samples": self._samples}
+        what = {"store": self.store.uuid, "mode": self.mode, SAMPLED_BY: self._samples}
         return what | {"seeds": "in order"} if self._in_order else what
 
     def state_dict(self) -> dict[str, Any]:

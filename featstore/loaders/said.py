@@ -11,6 +11,9 @@ import numpy as np
 from featstore.loaders.options import Given
 from featstore.sampling.attributes import said_otherwise
 
+#: What a digest of that is called in states.
+SAMPLED_BY = "a digest of seeds, seed, fanouts, graph and options of sampling"
+
 
 def samples_of(given: Given) -> str:
     """Of the seeds, the graph and how it is sampled, but not of how seeds are cut into mini-batches; empty

@@ -17,6 +17,7 @@ from featstore import PartitionOrder
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.options import MODES
+from featstore.loaders.said import SAMPLED_BY
 from featstore.sampling.neighbors import NeighborSampler
 
 NODES, WIDTH, BATCH = 3000, 9, 130
@@ -323,7 +324,7 @@ def test_states_have_one_shape(store: Any, mode: str) -> None:
         state = loader.state_dict()
         assert list(state) == list(state["at"]["in_mode"]) == list(order.state_dict()) == shape
         assert json.loads(json.dumps(state)) == state
-        samples = state["of"].pop("samples")
+        samples = state["of"].pop(SAMPLED_BY)
         assert len(samples) == 16
         assert state["of"] == {"store": store.uuid, "mode": mode}
 
