@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gates import Gate
 
 import featstore
 import featstore.reader.reader
-from featstore.errors import CancelledError, ClosedError, IdError
+from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.reader.reader import IN_FLIGHT_MAX, Reader
 
 MEMORY = "4MiB"
@@ -203,6 +205,53 @@ def fed(reader: Reader) -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader._feeder, "feed", lambda *given: (found.append(given[0]), feed(*given)))
         yield found
+
+
+def test_at_may_be_used_again_while_rows_come(store: featstore.Store, features: np.ndarray) -> None:
+    out, at = np.zeros_like(features), np.arange(1000, dtype=np.int32)[::-1].copy()
+    with store.reader(memory=MEMORY, static=None) as reader:
+        gate = Gate(reader)
+        for _ in range(2):  # as many as are planned at once
+            reader.submit([0])
+        placed, places = at.copy(), at.copy()
+        waiting = reader.submit(np.arange(1000), out=out, at=placed)
+        placed[:] = 0
+        gate.open()
+        waiting.result(20)
+    np.testing.assert_array_equal(out[places], features)
+
+
+@pytest.mark.parametrize("static", [None, np.arange(600)])
+@pytest.mark.parametrize("policy", [None, "lru"])
+def test_rows_may_be_put_over_the_ids_that_are_asked_for(
+    tmp_path: Path, pack: Any, static: Any, policy: str | None
+) -> None:
+    labels = np.random.default_rng(0).permutation(1000)
+    asked = np.concatenate([np.arange(500), [900, 30, 999], np.arange(500)])
+    with (
+        pack(tmp_path / "s", labels) as store,
+        store.reader(memory="8MiB", static=static, policy=policy) as reader,
+    ):
+        ids = asked.copy()
+        assert reader.read(ids, out=ids) is ids
+        np.testing.assert_array_equal(ids, labels[asked])
+        tensor = torch.from_numpy(asked.copy())
+        np.testing.assert_array_equal(reader.read(tensor, out=tensor).numpy(), labels[asked])
+
+
+def test_out_on_the_device_has_the_shape_of_what_is_asked_for(
+    store: featstore.Store, features: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a device that has no memory, as none is needed to refuse."""
+    with store.reader(memory="8MiB", device="cpu", device_memory="1MiB") as reader:
+        monkeypatch.setattr(reader._top, "device", torch.device("meta"))
+        width = features.shape[1]
+        for shape in ((4, width), (3, 2 * width), (0, width), (3 * width,)):
+            wrong = torch.empty(shape, device="meta")
+            with pytest.raises(ArgumentError, match=r"out must be .* for these ids"):
+                reader.read([1, 2, 3], out=wrong)
+        with pytest.raises(ArgumentError, match="out must be"):
+            reader.submit([1, 2], out=torch.empty((9, 1), device="meta"), at=[3, 4])
 
 
 def test_a_small_request_of_rows_in_memory_is_done_when_it_was_made(

@@ -52,11 +52,11 @@ def row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
                 "ids must be a one-dimensional integer array, not a tensor that is nested or on the "
                 "meta device"
             )
-        ids = index.nonzero().view(-1) if index.dtype == torch.bool else index
+        ids = _checked_mask(index, rows).nonzero().view(-1) if index.dtype == torch.bool else index
         integers = not (ids.is_floating_point() or ids.is_complex())
     else:
         ids = plain_array(index, "index")
-        ids = np.flatnonzero(ids) if ids.dtype == np.bool_ else ids
+        ids = np.flatnonzero(_checked_mask(ids, rows)) if ids.dtype == np.bool_ else ids
         integers = ids.dtype.kind in "iu"
     if ids.ndim != 1 or not integers:
         raise IdError(
@@ -66,6 +66,12 @@ def row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
         bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise IdError(f"id {bad} is out of range: the attribute has rows 0 to {rows - 1:,}")
     return ids.to(torch.int64) if isinstance(ids, torch.Tensor) else ids.astype(np.int64)
+
+
+def _checked_mask(mask: Any, rows: int) -> Any:
+    if tuple(mask.shape) != (rows,):
+        raise IdError(f"a mask has a value for each of {rows:,} rows, not {tuple(mask.shape)}")
+    return mask
 
 
 def join(parts: list[Any]) -> Any:

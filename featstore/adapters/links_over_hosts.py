@@ -28,7 +28,8 @@ def check_links_of_hosts(store: WholeStore, given: Any, options: Mapping[str, An
     if ranks > 1:
         raise SourceError(
             f"each host has {ranks} ranks, and links are sampled by one a host: start one "
-            "(--nproc-per-node=1)"
+            f"(--nproc-per-node=1), or split the store for as many hosts as there are ranks, {world}, each "
+            "with a part of its own"
         )
     if store.edge_types and options.get("graph") is None and isinstance(given, tuple):
         given = given[1] if len(given) == 2 and isinstance(given[0], tuple) else None  # of a type alone

@@ -80,9 +80,9 @@ def _tables_of(reader: Any) -> dict[str, Any]:
     """What a reader has to read, by name, with ``rows`` and ``row_shape``."""
     if reader is None:
         return {}
-    if hasattr(reader, "store"):
-        return dict(reader.store.tables)
-    return {name: reader.table(name) for name in reader.tables}
+    if hasattr(reader, "table"):  # which of some columns is another than the store's
+        return {name: reader.table(name) for name in reader.tables}
+    return {name: reader.store.tables[name] for name in reader.tables}
 
 
 class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from featstore.adapters.pyg_types import (
 )
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
 from featstore.base.environment import MEMORY
+from featstore.base.ids import plain_array
 from featstore.base.process import OneProcess
 from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
@@ -237,7 +238,7 @@ def seeds_of(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
         return np.arange(nodes)
     if isinstance(given, str):
         given = store.arrays[given]
-    found = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+    found = plain_array(given.cpu() if isinstance(given, torch.Tensor) else given, "input_nodes")
     if found.dtype == bool:
         if found.shape != (nodes,):
             raise ArgumentError(
@@ -328,7 +329,8 @@ def _times(store: OpenStore, options: dict[str, Any], nodes: int, kind: str | No
         return None
     given = options.get("input_time")
     if given is not None:
-        options["input_time"] = given = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+        given = given.cpu() if isinstance(given, torch.Tensor) else given
+        options["input_time"] = given = plain_array(given, "input_time")
         return given, False
     name = options["time_attr"] if kind is None else f"{kind}.{options['time_attr']}"
     entry = store.manifest.arrays.get(name) if isinstance(name, str) else None

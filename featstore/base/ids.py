@@ -158,7 +158,7 @@ def parse_row_places(at: Any, count: int, rows: int) -> NDArray[np.int32]:
         )
     if rows > np.iinfo(np.int32).max:
         raise IdError(f"at serves an out of up to {np.iinfo(np.int32).max:,} rows, not {rows:,}")
-    return given.astype(np.int32, copy=False)
+    return np.array(given, np.int32)  # a copy, as of ids: the reads are planned later, in another thread
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[np.uint8]:
@@ -194,6 +194,28 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray
         "out must be a C-contiguous, writable NumPy array or a torch tensor in host memory, "
         f"{list(shape)} of {dtype}; it is {found}"
     )
+
+
+def flat_out(
+    out: Any, ids: Ids, at: Any, row_shape: tuple[int, ...], dtype: np.dtype[Any], device: Any
+) -> Any:
+    """A caller's ``out`` for these ids as rows: an array, or a tensor on ``device``, whose dtype is not
+    looked at. With ``at`` it has as many rows as it has. Raises as :func:`check_out`."""
+    if is_tensor(out) and out.device.type != "cpu" and out.device == device:
+        shape = (*(ids.shape if at is None else out.shape[:1]), *row_shape)
+        if tuple(out.shape) == shape:
+            return out
+        raise ArgumentError(f"out must be {list(shape)} for these ids; it is {list(out.shape)} on {device}")
+    count = len(ids.values) if at is None else rows_of(out)
+    shape = (*ids.shape, *row_shape) if at is None else (count, *row_shape)
+    return check_out(out, shape, dtype).view(dtype).reshape(count, *row_shape)
+
+
+def unshared(ids: Ids, out: Any) -> Ids:
+    """The same ids, which rows that are put into a caller's ``out`` (in host memory an array) do not
+    change."""
+    shared = isinstance(out, np.ndarray) and np.may_share_memory(ids.values, out)
+    return ids._replace(values=ids.values.copy()) if shared else ids
 
 
 def finished(rows: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any], tensor: bool) -> Any:

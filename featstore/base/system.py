@@ -115,6 +115,26 @@ def submitted(pool: ThreadPoolExecutor, work: Callable[..., Result], *arguments:
         raise no_thread(error) from error
 
 
+def handed(
+    pool: ThreadPoolExecutor, work: Callable[[], object], refused: Callable[[BaseException], object]
+) -> None:
+    """Have a pool do some work, or say why it does not, and never will: to ``refused``. Raises interrupts,
+    after that."""
+    free = threading.Lock()
+
+    def step() -> None:
+        if free.acquire(blocking=False):
+            work()
+
+    try:
+        submitted(pool, step)
+    except BaseException as error:
+        if free.acquire(blocking=False):  # else a thread does it; one that comes later does not
+            refused(error)
+        if not isinstance(error, Exception):
+            raise
+
+
 def mapped_memory(byte_count: int) -> mmap.mmap:
     """Anonymous memory of this process. Raises DeviceError where there is none left."""
     with asking(f"{byte_count:,} bytes of memory", "map"):

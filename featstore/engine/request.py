@@ -53,8 +53,7 @@ class Request(Future[Any]):
         self._lock = threading.Lock()
         # whether planning has begun, after which only the request's own pieces may end it
         self._begun = False
-        self._open = 1  # pieces under way, and one for the planning
-        self._pieces: set[UnderWay] = set()
+        self._pieces: set[UnderWay | None] = {None}  # under way; None is the planning
         self._error: BaseException | None = None
         self._cancelled = False
 
@@ -89,7 +88,8 @@ class Request(Future[Any]):
             self._cancelled = True
             pieces = list(self._pieces)
         for piece in pieces:
-            piece.cancel()
+            if piece is not None:
+                piece.cancel()
         return True
 
     def cancelled(self) -> bool:
@@ -165,21 +165,21 @@ class Request(Future[Any]):
 
     def open_piece(self, piece: UnderWay) -> None:
         with self._lock:
-            self._open += 1
             self._pieces.add(piece)
             cancelled = self._cancelled
         if cancelled:
             piece.cancel()
 
     def close_piece(self, piece: UnderWay | None, error: BaseException | None) -> None:
-        """A piece, or with None the planning, has ended; the last one completes the request."""
+        """A piece, or with None the planning, has ended; the last one completes the request. Of one that has
+        ended already, or was never begun, nothing follows."""
         with self._lock:
-            self._open -= 1
-            if piece is not None:
-                self._pieces.discard(piece)
+            if piece not in self._pieces:
+                return
+            self._pieces.remove(piece)
             if error is not None and self._error is None:
                 self._error = error
-            if self._open:
+            if self._pieces:
                 return
         if self._error is None and self._cancelled:
             self._error = CancelledError(

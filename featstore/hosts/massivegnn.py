@@ -76,6 +76,14 @@ def decay(scores: NDArray[np.float32], gamma: Any, used: NDArray[np.int32], mark
             scores[slot] *= gamma
 
 
+@njit(cache=True, nogil=True)
+def count_misses(access: NDArray[np.float32], in_halo: NDArray[np.int32], found: NDArray[np.int32]) -> None:
+    """Increase the S_A of nodes of the halo that are not in the buffer."""
+    for i in range(found.shape[0]):
+        if found[i] < 0 and in_halo[i] >= 0:
+            access[in_halo[i]] += np.float32(1)
+
+
 class HaloScores:
     """Which nodes of a halo are in a buffer of ``share`` of it; see the module's text. ``nodes``: of the
     table."""
@@ -127,7 +135,7 @@ class HaloScores:
         self.step += 1
         decay(self.stay, self.gamma, found, self._marks)
         if self.step % self.delta:
-            self.access[in_halo[(found < 0) & (in_halo >= 0)]] += np.float32(1)
+            count_misses(self.access, in_halo, found)
             return np.empty(0, np.int64), np.empty(0, np.int64)
         return self._swap()
 

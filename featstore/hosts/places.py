@@ -22,7 +22,7 @@ _meeting = 0  # the number of the next one: those before are over
 
 class HostPlace(NamedTuple):
     """``local_rank`` of the ``ranks`` of a machine that is number ``machine`` of the run, of ``hosts``; it
-    has the part ``host``."""
+    has the part ``host``. What stands for several hosts is as many machines here."""
 
     host: int
     hosts: int
@@ -48,7 +48,7 @@ class HostPlace(NamedTuple):
 def place_among(hosts: int) -> HostPlace:
     """This process's place in a run on so many hosts, with the part of its own number, as
     ``torch.distributed`` says: ranks are numbered host after host, and each host has as many, as
-    ``torchrun`` and Slurm do it. Raises ArgumentError."""
+    ``torchrun`` and Slurm do it. A machine may stand for several hosts. Raises ArgumentError."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
@@ -63,12 +63,11 @@ def place_among(hosts: int) -> HostPlace:
         )
     ranks = world // hosts
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    alone = said == str(world)  # all on one machine, which stands for several hosts
-    if said.isdecimal() and int(said) != ranks and not alone:
+    if said.isdecimal() and int(said) % ranks:
         raise ArgumentError(
             f"the split is for {hosts} hosts, so of {world} ranks {ranks} are on each, but "
-            f"LOCAL_WORLD_SIZE is {said}: start as many on each host, and on as many hosts as the store "
-            "was split for"
+            f"LOCAL_WORLD_SIZE is {said}: start as many on each host, or a multiple of it on a machine that "
+            "stands for several"
         )
     return HostPlace(rank // ranks, hosts, rank % ranks, ranks, rank // ranks)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name
-from featstore.base.ids import check_out, finished, parse_ids
+from featstore.base.ids import check_out, finished, parse_ids, unshared
 from featstore.base.system import submitted
 from featstore.engine.files import Access, TableFiles
 from featstore.errors import IdError
@@ -210,6 +211,8 @@ def held_rows(states: Mapping[str, TableState], ids: Any, out: Any, counts: Coun
         return None  # before there is memory for them all
     shape = (*parsed.shape, *table.row_shape)
     rows = empty_rows(count, table.row_bytes) if out is None else check_out(out, shape, table.dtype)
+    if out is not None and unshared(parsed, rows) is not parsed:
+        return None  # before rows are put over the ids
     for begin in range(0, count, _STEP_IDS):  # an interrupt comes through between
         ids = parsed.values[begin : begin + _STEP_IDS]
         to = rows[begin * table.row_bytes : (begin + len(ids)) * table.row_bytes]
@@ -301,8 +304,9 @@ def _in_parallel(
 
     busy = [threading.Lock() for _ in range(threads)]
     try:
-        for lock in busy[1:]:
-            submitted(helpers, take_shares, lock)
+        with suppress(RuntimeError):  # a reader that is being closed: this thread does it all
+            for lock in busy[1:]:
+                submitted(helpers, take_shares, lock)
         take_shares(busy[0])
     finally:
         shares.clear()

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from featstore.arguments import shown
 from featstore.base.sheets import Sheet, Shown
 from featstore.errors import ArgumentError
@@ -36,6 +39,15 @@ class TablePlan:
     amplification: float
     forecast_seconds: float
     gap_pages_max: int
+
+
+def plan_elsewhere(table: str, missed: NDArray[np.int64]) -> TablePlan:
+    """A plan of rows that another process reads."""
+    return TablePlan(
+        table, ids=len(missed), hits={}, rows_missed=len(missed), distinct_rows=len(np.unique(missed)),
+        pages=0, reads=0, bytes_asked=0, bytes_read=0, amplification=0.0,
+        forecast_seconds=math.nan if len(missed) else 0.0, gap_pages_max=0,
+    )  # fmt: skip
 
 
 def _unread(t: TablePlan) -> str:

@@ -20,6 +20,7 @@ from featstore.base.ids import (
     parse_row_places,
     parse_runs,
     rows_of,
+    unshared,
 )
 from featstore.errors import ArgumentError, IdError
 from featstore.reader.lookup import NONE, Part, RunPart, TableState
@@ -95,6 +96,7 @@ def parse_request(
             if given is None
             else check_out(given, shape, table.dtype)
         )
+        parsed = parsed if given is None else unshared(parsed, rows)
         given_as[name] = (parsed, shape, rows, given)
         parts.append(Part(states[name], parsed.values, states[name].row_map, rows, to))
 

@@ -8,7 +8,6 @@ others share what is left evenly.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,16 @@ from featstore.arguments import as_table_names, check_options, options_of, shown
 from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.environment import MEMORY
-from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
+from featstore.base.ids import (
+    Ids,
+    finished,
+    flat_out,
+    is_tensor,
+    parse_ids,
+    parse_row_places,
+    rows_of,
+    unshared,
+)
 from featstore.base.sheets import Sheet, Shown
 from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
@@ -30,7 +38,7 @@ from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import memory_said
 from featstore.reader.reader import Reader
-from featstore.reader.report import Plan, ReaderStats, TablePlan
+from featstore.reader.report import Plan, ReaderStats, TablePlan, plan_elsewhere
 from featstore.reader.requests import ByTable, as_tables
 from featstore.reader.sheets import reader_sheet
 from featstore.storage.store import OpenStore, Table, as_store
@@ -207,6 +215,7 @@ class TieredReader(Shown):
             self._check_ids(name, parsed.values)
             rows += len(parsed.values)
         flat = {name: self._flat(name, outs[name], parsed, at) for name, parsed in asked.items() if outs}
+        asked = {name: unshared(parsed, flat.get(name)) for name, parsed in asked.items()}
         to = {
             name: parse_row_places(places, len(asked[name].values), rows_of(flat[name]))
             for name, places in by_table.at.items()
@@ -229,14 +238,9 @@ class TieredReader(Shown):
         return chained(below, finish)
 
     def _flat(self, name: str, out: Any, parsed: Ids, at: Any) -> Any:
-        """A caller's ``out`` as [rows, *row shape]."""
-        table = self.store.table(name)
-        dtype = dtype_from_name(table.entry.dtype)
-        if is_tensor(out) and out.device.type != "cpu" and out.device == getattr(self._top, "device", None):
-            return out  # the tier looks at it
-        count = len(parsed.values) if at is None else rows_of(out)
-        shape = (*parsed.shape, *table.row_shape) if at is None else (count, *table.row_shape)
-        return check_out(out, shape, dtype).view(dtype).reshape(count, *table.row_shape)
+        """A caller's ``out`` as [rows, *row shape]; the tier on its device looks at one there."""
+        table, device = self.store.table(name), getattr(self._top, "device", None)
+        return flat_out(out, parsed, at, table.row_shape, dtype_from_name(table.entry.dtype), device)
 
     def _shaped(self, name: str, rows: Any, parsed: Ids) -> Any:
         """Rows as the ids were given: their shape, and a tensor for a tensor."""
@@ -269,7 +273,7 @@ class TieredReader(Shown):
                 hits[tier.name] = int(held.sum())
                 left = left[~held]
             below = (
-                _plan_elsewhere(name, left) if self._disk is None else self._disk.plan({name: left}).tables[0]
+                plan_elsewhere(name, left) if self._disk is None else self._disk.plan({name: left}).tables[0]
             )
             tables.append(self._over(below, asked, hits))
         forecast = sum(table.forecast_seconds for table in tables)
@@ -359,15 +363,6 @@ def _without_disk(last: SourceSpec, store: OpenStore, options: Mapping[str, Any]
                 "featstore.SharedBuffer"
             )
     return last.tables_of(store)
-
-
-def _plan_elsewhere(table: str, missed: NDArray[np.int64]) -> TablePlan:
-    """A plan of rows that another process reads."""
-    return TablePlan(
-        table, ids=len(missed), hits={}, rows_missed=len(missed), distinct_rows=len(np.unique(missed)),
-        pages=0, reads=0, bytes_asked=0, bytes_read=0, amplification=0.0,
-        forecast_seconds=math.nan if len(missed) else 0.0, gap_pages_max=0,
-    )  # fmt: skip
 
 
 def short(

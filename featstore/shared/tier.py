@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import shown
-from featstore.base.system import submitted
+from featstore.base.system import handed
 from featstore.base.threads import Permits, shut_down, thread_pool
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedError
@@ -133,12 +133,16 @@ class SharedTier(OwnedTier):
         limit = self._under_way
         limit.acquire()
         request, job = self._begin(ids, out, at, limit.release)
+
+        def refused(error: BaseException) -> None:
+            closed = type(error) is RuntimeError  # the pool takes nothing any more
+            request.close_piece(job, ClosedError("the shared tier is closed") if closed else error)
+
         try:
-            submitted(self._pool, partial(self._serve, job))
-        except RuntimeError:  # the pool takes nothing any more
-            request.close_piece(job, ClosedError("the shared tier is closed"))
-        except BaseException as error:
-            request.close_piece(job, error)
+            handed(self._pool, partial(self._serve, job), refused)
+        except BaseException:
+            request.abandon()
+            raise
         return request
 
     def submit_waiting(

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, check_options
 from featstore.base.called import called
-from featstore.base.system import submitted
+from featstore.base.system import handed
 from featstore.base.threads import Permits, shut_down, thread_pool
-from featstore.engine.request import Request
+from featstore.engine.request import Request, in_pieces
 from featstore.errors import BudgetError, CancelledError, ClosedError
 from featstore.storage.store import Table
 from featstore.tiers import PolicyNow, RowSource, Tier, source_tables
@@ -98,7 +98,17 @@ class _Job:
         self.ids, self._out, self._at = ids, out, at
         self._ticket: Ticket | None = None
         self._cancelled = False
+        self._free = threading.Lock()  # nobody has begun it
         self.on_end: Callable[[], None] = lambda: None
+
+    def claim(self) -> bool:
+        """Whether it is for the caller to begin it."""
+        return self._free.acquire(blocking=False)
+
+    def end_unbegun(self, error: BaseException) -> None:
+        """End it where nobody has begun it, nor ever will."""
+        if self.claim():
+            self._request.close_piece(self, error)
 
     def begin(self) -> bool:
         """Take slots; whether all rows are there."""
@@ -206,45 +216,65 @@ class BufferTier(OverSource):
     ) -> Request:
         self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
-        request, limit = Request(lambda: filled), self._under_way
+        limit = self._under_way
         limit.acquire()
-        request.add_done_callback(lambda _: limit.release())
-        request.begin()
+
+        def hand_over(request: Request) -> None:
+            request.add_done_callback(lambda _: limit.release())
+            self._hand_over(request, ids, filled, at)
+
+        return in_pieces(filled, hand_over)
+
+    def _hand_over(
+        self,
+        request: Request,
+        ids: Mapping[str, Any],
+        filled: Mapping[str, Any],
+        at: Mapping[str, Any] | None,
+    ) -> None:
+        """Begin the pieces of a request."""
         jobs = []
         for name, wanted in ids.items():
             for part in self._parts(name, len(wanted)):
                 rows, to = (filled[name][part], None) if at is None else (filled[name], at[name][part])
                 jobs.append(_Job(request, name, self._buffers[name], wanted[part], rows, to))
-        for job in jobs:
-            request.open_piece(job)
         if self._choices.due:
             decision = _Decision(request)
             request.open_piece(decision)
-            self._submitted(self._taking, partial(self._decide, decision), decision)
-        if len(jobs) == 1:
-            self._take(jobs[0], here=True)
-        else:
+            self._handed(self._taking, partial(self._decide, decision), decision)
+        try:
             for job in jobs:
-                self._submitted(self._taking, partial(self._take, job), job)
-        request.close_piece(None, None)
-        return request
+                request.open_piece(job)
+                if len(jobs) == 1:
+                    self._take(job, here=True)
+                else:
+                    self._handed(self._taking, partial(self._take, job), job)
+        except BaseException as error:  # an interrupt
+            for job in jobs:
+                job.end_unbegun(error)
+            raise
 
     def _take(self, job: _Job, here: bool = False) -> None:
         """Take slots, and have the rows copied out when they are there: by whoever asks (``here``), if they
         are there now."""
         self._tickets.acquire()
         job.on_end = self._tickets.release
+        if not job.claim():
+            self._tickets.release()
+            return
         try:
             with self._taking_slots if self.policy == "auto" else nullcontext():
                 ready = job.begin()
                 self._choices.observe(job.table, job.ids)
         except BaseException as error:
             job.end(error)
-            return
+            if isinstance(error, Exception):
+                return
+            raise  # an interrupt, which is the caller's
         if ready and here:
             job.copy_out()
         else:
-            self._submitted(self._copying, job.copy_out, job)
+            self._handed(self._copying, job.copy_out, job)
 
     def _decide(self, decision: _Decision) -> None:
         error: BaseException | None = None
@@ -256,13 +286,12 @@ class BufferTier(OverSource):
             error = failure
         decision.end(error)
 
-    def _submitted(self, pool: ThreadPoolExecutor, step: Callable[[], None], job: _Job | _Decision) -> None:
-        try:
-            submitted(pool, step)
-        except RuntimeError:  # the pool takes nothing any more
-            job.end(ClosedError("the buffer tier is closed"))
-        except BaseException as error:
-            job.end(error)
+    def _handed(self, pool: ThreadPoolExecutor, step: Callable[[], None], job: _Job | _Decision) -> None:
+        def refused(error: BaseException) -> None:
+            closed = type(error) is RuntimeError  # the pool takes nothing any more
+            job.end(ClosedError("the buffer tier is closed") if closed else error)
+
+        handed(pool, step, refused)
 
     def _parts(self, name: str, count: int) -> list[slice]:
         """A request's ids in pieces whose rows can be in slots at once."""

@@ -8,6 +8,7 @@ copied.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, is_tensor
 from featstore.base.threads import Permits, Wake, Worker
 from featstore.base.transfers import Done, Transfer
-from featstore.engine.request import Request
+from featstore.engine.request import Request, in_pieces
 from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.storage.store import Table
 from featstore.tiers import PolicyNow, RowSource, Tier, source_tables, table_shares
@@ -142,7 +143,19 @@ class _Job:
         self.request, self.table, self.ids, self.places, self.asked = request, table, ids, places, asked
         self.ticket: DeviceTicket | None = None
         self.error: BaseException | None = None
-        self.cancelled = False
+        self.cancelled = self._mine = False
+        self._free = threading.Lock()  # nobody has begun it
+
+    def claim(self) -> bool:
+        """Whether it is for the thread of the devices to go on with it."""
+        self._mine = self._mine or self._free.acquire(blocking=False)
+        return self._mine
+
+    def end_unbegun(self, error: BaseException) -> None:
+        """End it where that thread has not begun it; it never will."""
+        if self._free.acquire(blocking=False):
+            self.cancelled = True
+            self.request.close_piece(self, error)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -204,25 +217,39 @@ class DeviceTier(OverSource):
         filled = self._new_rows(ids) if out is None else dict(out)
         # What the caller has asked of the device may use the memory of out.
         asked = None if out is None else self._transfer.mark()
-        request, limit = Request(lambda: filled), self._under_way
-        jobs = []
+        limit = self._under_way
+        limit.acquire()
+
+        def hand_over(request: Request) -> None:
+            request.add_done_callback(lambda _: limit.release())
+            self._hand_over(request, ids, filled, at, asked)
+
+        return in_pieces(filled, hand_over)
+
+    def _hand_over(
+        self, request: Request, ids: Mapping[str, Any], filled: Mapping[str, Any],
+        at: Mapping[str, Any] | None, asked: Done | None,
+    ) -> None:  # fmt: skip
+        """Begin the pieces of a request."""
+        pieces = []
         for name, wanted in ids.items():
             step, target = self._step[name], self._target(filled[name], name)
             for low in range(0, len(wanted), step):
                 part = slice(low, min(low + step, len(wanted)))
                 places = part if at is None else at[name][part]
-                jobs.append((_Job(request, name, wanted[part], places, asked), target))
-        limit.acquire()
-        request.add_done_callback(lambda _: limit.release())
-        request.begin()
-        for job, target in jobs:
-            request.open_piece(job)
-            self._todo.append((job, target))
-        request.close_piece(None, None)
-        self._wake.set()
-        if self._closed:
-            self._refuse()
-        return request
+                pieces.append((_Job(request, name, wanted[part], places, asked), target))
+        try:
+            for job, target in pieces:
+                request.open_piece(job)
+                self._todo.append((job, target))
+        except BaseException as error:  # an interrupt
+            for job, _ in pieces:
+                job.end_unbegun(error)
+            raise
+        finally:
+            self._wake.set()
+            if self._closed:
+                self._refuse()
 
     def _new_rows(self, ids: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         with self._transfer.within():  # memory that nothing else is asked of the device for
@@ -270,7 +297,7 @@ class DeviceTier(OverSource):
 
     def _begin(self, job: _Job) -> bool:
         """Take slots; False where others under way hold too many."""
-        if not job.cancelled:
+        if not job.cancelled and job.claim():
             try:
                 job.ticket = self._levels[job.table].begin(job.ids)
             except BaseException as error:
@@ -311,10 +338,12 @@ class DeviceTier(OverSource):
 
     def _refuse(self) -> None:
         """Requests that came while this was closed."""
-        self._worker.end()
-        while self._todo:
-            job, _ = self._todo.popleft()
-            job.request.close_piece(job, ClosedError("the device tier is closed"))
+        try:
+            self._worker.end()
+        finally:
+            while self._todo:
+                job, _ = self._todo.popleft()
+                job.request.close_piece(job, ClosedError("the device tier is closed"))
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._levels[table].holds(ids)

@@ -66,6 +66,11 @@ def fill(
             raise SourceError(f"mini-batch {number}: {error}") from None
         if progress is not None:
             progress(TraceProgress(number + 1, total, recorder.bytes))
+    if total is not None and len(recorder) < total:
+        raise SourceError(
+            f"the iterable gave {len(recorder):,} mini-batches, and says that it has {total:,}: what is "
+            "recorded is kept, for resume=True; give all of them, or limit= for as many"
+        )
     if len(recorder) == 0:
         raise SourceError(
             "there is nothing to record: the iterable gave no mini-batch (an iterator gives its own "

@@ -257,6 +257,10 @@ def test_indices_that_pyg_allows(name: str) -> None:
             assert tuple(store.get_tensor_size(None, name, index)) == expected.shape
     assert torch.equal(store.get_tensor(None, name, torch.from_numpy(mask)), torch.from_numpy(table[mask]))
     assert tuple(store.get_tensor_size(None, name)) == (6, 2)
+    for wrong in (mask[:5], np.ones((6, 2), bool)):
+        for index in (wrong, torch.from_numpy(wrong)):
+            with pytest.raises(IdError, match="a mask has a value for each of 6 rows"):
+                store.get_tensor(None, name, index)
     assert torch.equal(store[None, name](), torch.from_numpy(table)), "a view of all rows"
 
 
@@ -556,6 +560,23 @@ def test_loaders_of_links_and_of_types_are_refused(edge_data: EdgeData) -> None:
     typed["paper", "to", "paper"].edge_attr = edge_data.values
     with pytest.raises(SourceError, match="typed graphs come later"):
         next(iter(NodeLoader(typed, sampler, input_nodes=("paper", torch.arange(9)))))
+
+
+def test_a_reader_of_some_tables_or_columns_has_those_alone(tmp_path: Path) -> None:
+    rows = np.arange(36, dtype=np.float32).reshape(9, 4)
+    with featstore.pack(tmp_path / "s", {"a": rows, "b": rows + 1}) as store:
+        with store.reader(memory="32MiB", tables=["b"]) as reader:
+            features = FeatstoreFeatures(reader)
+            assert [(one.group_name, one.attr_name) for one in features.get_all_tensor_attrs()] == [
+                ("b", "x")
+            ]
+            with pytest.raises(FeatstoreError):
+                FeatstoreFeatures(reader, {("a", "x"): "a"})
+        with store.reader(memory="32MiB", tables=["a"], columns=[2, 0]) as reader:
+            features = FeatstoreFeatures(reader)
+            assert tuple(features.get_tensor_size("a", "x")) == (9, 2)
+            got = features.get_tensor("a", "x", np.array([5, 1]))
+            np.testing.assert_array_equal(got, rows[[5, 1]][:, [2, 0]])
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,7 @@ def test_every_mini_batch_is_the_sources(
         ({"input_nodes": ("paper", None)}, SourceError, "'paper'"),
         ({"input_nodes": torch.ones(5, dtype=torch.bool)}, ArgumentError, "each of 300 nodes"),
         ({"input_nodes": [0.5]}, ArgumentError, "node ids or a mask"),
+        ({"input_nodes": np.ma.array([1, 2], mask=[True, False])}, ArgumentError, "mask would be lost"),
         ({"input_nodes": [NODES]}, IdError, "out of range"),
         ({"input_nodes": "tran_mask"}, UnknownNameError, "train_mask"),
         ({"batch_sise": 4}, ArgumentError, "batch_size"),

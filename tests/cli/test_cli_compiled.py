@@ -213,6 +213,9 @@ def test_usage_errors(call: Call, own: Path, trace: Path, inputs: Path) -> None:
         "does not go with --trace"
         in call("pack", own, "--trace", trace, "--features", inputs / "rows.npy", code=2).stderr
     )
+    for option in ("--no-topology", "--edge-ids", "--hubs 0.01", "--hub-rank degree"):
+        said = call("pack", own, "--trace", trace, *option.split(), code=2).stderr
+        assert f"{option.split()[0].replace('--no-', '--')} does not go with --trace" in said
     assert "give --features" in call("pack", own, code=2).stderr
     assert "contradict" in call("pack", own, "--trace", trace, "--resume", "--overwrite", code=2).stderr
     assert "'3y'" in call("pack", own, "--trace", trace, "--disk", "3y", code=1).stderr

@@ -15,6 +15,9 @@ def test_rows_come_back(call: Call, store: Path, tmp_path: Path) -> None:
     with featstore.open(store) as opened, opened.reader(memory="8MiB") as reader:
         rows = reader.read(np.arange(opened.tables["features"].rows))
     np.testing.assert_array_equal(np.load(tmp_path / "all.npy"), rows)
+    np.save(tmp_path / "edges.npy", np.arange(6).reshape(2, 3))
+    wrong = ("--to", tmp_path / "wrong.npy", "--ids", tmp_path / "edges.npy")
+    assert "node ids have one axis" in call("export", store, "features", *wrong, code=1).stderr
     (tmp_path / "ids.txt").write_text("7\n3\n7\n")
     some = ("--ids", tmp_path / "ids.txt", "--columns")
     said = call("export", store, "features", "--to", tmp_path / "some.npy", *some, "1:3")

@@ -81,6 +81,9 @@ def test_a_page_of_a_store_with_a_graph(
     for part in ("seconds by stage", "reads by latency", "hit rate"):
         assert part in found["The run"]
     before = page.read_bytes()
+    for option in ("--partitions", "--orders"):
+        said = call("inspect", store, "--html", page, "--overwrite", option, code=2).stderr
+        assert f"{option} is not on the page" in said
     assert "overwrite" in call("inspect", store, "--html", page, code=1).stderr
     assert page.read_bytes() == before
     call("inspect", store, "--html", page, "--overwrite", "--stats", report["stats"], "--memory", "40MiB")

@@ -488,6 +488,11 @@ def test_a_typed_graph_is_packed(call: Call, tmp_path: Path) -> None:
         assert store.manifest.featureless == ["author"]
         assert store.graphs["paper__cites__paper"].times().max() < 2020
         assert len(store.tables["author"].partition_offsets) == 3
+    np.save(tmp_path / "t.npy", np.arange(0, 9, 2))
+    trained = ("--array", f"t={tmp_path / 't.npy'}", "--order", "bfs", "--train", "author=t")
+    call("pack", tmp_path / "trained", *given, *trained)
+    with featstore.open(tmp_path / "trained") as store:
+        assert store.manifest.tables["author"].order.parameters["train_nodes"] == 5
     for wrong, message in (
         (["--nodes", "author"], "such as author=5000"),
         (["--nodes", "paper=3"], "'paper' has --features, too"),

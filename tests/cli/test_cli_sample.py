@@ -169,6 +169,8 @@ def test_inspect_and_verify_a_trace(call: Call, store: Path, train: Path, tmp_pa
     }
     for part in (made["uuid"], "node ids", "fanouts", "train_nodes"):
         assert part in call("inspect", out).stdout
+    for option in ("--partitions", "--orders"):
+        assert f"{option} is of a store" in call("inspect", out, option, code=2).stderr
     report = parsed(call("verify", out, "--json"))
     assert report["schema"] == "featstore.verify-trace/1"
     assert (report["ok"], report["batches"], report["uuid"], report["access"]) == (

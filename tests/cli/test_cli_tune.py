@@ -126,6 +126,7 @@ def test_usage(call: Call, store: Path, two_tables: Path, train: Path, tmp_path:
         (["--fanouts", "4", "--step-ms", "-1"], "is not in the range"),
         (["--fanouts", "4", "--cores", "0"], "is not in the range"),
         (["--fanouts", "4", "--seconds", "0.1"], "is not in the range"),
+        (["--fanouts", "4", "--hidden", "8", "--step-ms", "1"], "--hidden is of the GraphSAGE"),
         (["--fanouts", "4", "--train", "none"], "has no array 'none'"),
         (["--fanouts", "4", "--table", "none"], "has no table 'none'"),
         (["--fanouts", "4", "--graph", "none"], "no graph 'none'"),

@@ -12,7 +12,7 @@ import sys
 import threading
 import tracemalloc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import featstore
 from featstore.errors import (
     ClosedError,
     CorruptionError,
+    FeatstoreError,
     FormatError,
     SourceError,
     StaleError,
@@ -316,6 +317,40 @@ def test_an_iterable_without_mini_batches(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match="nothing to record"):
             record(nothing, tmp_path / "t")
     record([IDS], tmp_path / "t").close()
+
+
+class Fewer:
+    """Says that it has five mini-batches, and gives three."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        return (np.array([number]) for number in range(3))
+
+
+class Stops(Sequence[Any]):
+    """Has five mini-batches, of which the fourth raises what ends an iteration."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3:
+            raise StopIteration
+        return np.array([index])
+
+
+@pytest.mark.parametrize("batches", [Fewer(), Stops()])
+def test_fewer_mini_batches_than_there_are_said_to_be(tmp_path: Path, batches: Any) -> None:
+    with pytest.raises(SourceError, match="gave 3 mini-batches, and says that it has 5"):
+        record(batches, tmp_path / "t")
+    with pytest.raises(FeatstoreError):  # it is not finished
+        Trace(tmp_path / "t")
+    with record(batches_of(5), tmp_path / "t", overwrite=True) as trace:
+        assert len(trace) == 5
+    with record(batches, tmp_path / "u", limit=3) as trace:
+        assert len(trace) == 3
 
 
 def test_limit_and_progress(tmp_path: Path) -> None:

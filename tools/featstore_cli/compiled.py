@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from featstore_cli.options import SIZE, settings
 from featstore_cli.output import facts, print_json, progress, seconds_text, show, table
 
 F = TypeVar("F", bound=Callable[..., Any])
+_OF_A_PACK = ("topology", "edge_ids", "hubs", "hub_rank")  # and options that may be given for each table
 _OWN = ("name", "disk", "train_memory", "cache", "device_memory", "residency", "dry_run")
 
 
@@ -71,6 +73,10 @@ def check_alone(trace: Path | None, own: dict[str, Any], given: dict[str, Any]) 
         if not given["features"] and not given["nodes"]:
             raise click.UsageError("give --features to pack a store, or --trace to compile a trace for one")
         return
+    context = click.get_current_context()
+    for name in _OF_A_PACK:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            given = given | {name: True}
     for name, values in given.items():
         if values and not (name == "order" and values == ("auto",)):
             raise click.UsageError(

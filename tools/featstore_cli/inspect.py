@@ -64,9 +64,17 @@ def command(
         raise click.UsageError("--train and --graph go with --orders")
     if (stats or overwrite) and html is None:
         raise click.UsageError("--stats and --overwrite go with --html")
+    if html is not None and not as_json:
+        for name, asked in (("--partitions", partitions), ("--orders", orders)):
+            if asked:
+                raise click.UsageError(
+                    f"{name} is not on the page of --html: give --json, too, or ask without"
+                )
     if is_trace(store):
-        if html is not None:
-            raise click.UsageError("--html is of a store, and this is a trace")
+        of_store = {"--html": html is not None, "--partitions": partitions, "--orders": orders}
+        for name, asked in of_store.items():
+            if asked:
+                raise click.UsageError(f"{name} is of a store, and this is a trace")
         from featstore_cli.sample import inspect_trace
 
         inspect_trace(store, as_json)

@@ -197,7 +197,9 @@ def read_ids(path: Path) -> Any:
             raise SourceError(f"cannot read node ids from {path}: {error}") from None
         if ids.dtype.kind not in "iu":
             raise SourceError(f"{path} holds {ids.dtype}; node ids are integers")
-        return ids.reshape(-1)
+        if ids.ndim != 1:
+            raise SourceError(f"{path} holds {ids.dtype} {list(ids.shape)}; node ids have one axis")
+        return ids
     try:
         words = path.read_text().replace(",", " ").split()
         return np.array([int(word) for word in words], np.int64)

@@ -201,6 +201,7 @@ class PackRequest:
         if self.data_set is not None:
             return dict(self.values[name]) or None  # type: ignore[arg-type]
         found = {table: self._of(name, table) for table in self.paths}
+        found |= {table: text for table, text in self.values[name].items() if table in self.features}
         return {table: text for table, text in found.items() if text is not None} or None
 
 

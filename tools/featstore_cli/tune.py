@@ -38,8 +38,8 @@ from featstore_cli.sample import Fanouts, chosen_graph, train_nodes
 @click.option(
     "--hidden",
     type=click.IntRange(1),
-    default=256,
-    help="Width of the GraphSAGE that stands in for your model.",
+    help="Width of the GraphSAGE that stands in for your model.  [default: 256]",
+    show_default=False,
 )
 @click.option("--policy", default="auto", help="Of the feature buffer.")
 @click.option(
@@ -68,7 +68,7 @@ from featstore_cli.sample import Fanouts, chosen_graph, train_nodes
 @shared_options
 def command(
     store: Path, fanouts: tuple[int, ...], batch_size: int, memory: int, train: str | None,
-    step_ms: float | None, hidden: int, policy: str, cores: int | None, seconds: float, trials: int,
+    step_ms: float | None, hidden: int | None, policy: str, cores: int | None, seconds: float, trials: int,
     seed: int, table_name: str | None, graph: str | None, graph_memory: int, in_memory: bool | None,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -90,13 +90,17 @@ def command(
     from featstore.tune.tuning import tune
     from featstore.tune.workload import WORKER_SECONDS_MAX, can_have_workers, neighbour_batches, stand_in
 
+    if hidden is not None and step_ms is not None:
+        raise click.UsageError(
+            "--hidden is of the GraphSAGE that stands in for a model; --step-ms takes none"
+        )
     with featstore.open(store) as opened, progress("tuning", unit="steps") as tell:
         target, chosen = chosen_table(opened, table_name), chosen_graph(opened, graph)
         nodes = np.arange(chosen.table.rows) if train is None else train_nodes(opened, train)
         step = (
             _sleeper(step_ms)
             if step_ms is not None
-            else stand_in(int(np.prod(target.row_shape)), fanouts, hidden)
+            else stand_in(int(np.prod(target.row_shape)), fanouts, 256 if hidden is None else hidden)
         )
         sampler = open_sampler(
             opened, fanouts, seed=seed, graph=chosen.name, memory=graph_memory, in_memory=in_memory
