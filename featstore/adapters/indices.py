@@ -15,8 +15,9 @@ from featstore.errors import ArgumentError, IdError
 
 def attribute_tensor(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory; arrays that torch cannot hold (read-only ones) are copied."""
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        array = array.copy()
+    if isinstance(array, np.ndarray):
+        array = plain_array(array, "arrays")
+        array = array if array.flags.writeable else array.copy()
     try:
         tensor = torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:

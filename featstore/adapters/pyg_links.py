@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
-
 from featstore.adapters.links_over_hosts import check_links_of_hosts, links_of_host
 from featstore.adapters.pyg_loader import attached, edge_table_of, no_call, refuse, warn_of
 from featstore.adapters.pyg_types import (
@@ -23,6 +21,7 @@ from featstore.adapters.pyg_types import (
 )
 from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
 from featstore.base.environment import MEMORY
+from featstore.base.ids import plain_array
 from featstore.base.process import OneProcess
 from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
@@ -288,5 +287,5 @@ def _labels(given: Any, negatives: Negatives | None) -> Any:
     """Labels that leave 0 to the negatives, where these have labels."""
     if given is None or negatives is None or negatives.mode != "binary":
         return given
-    labels = np.asarray(given)
+    labels = plain_array(given, "edge_label")
     return labels + 1 if labels.size and labels.min() == 0 else labels

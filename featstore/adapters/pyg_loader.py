@@ -256,7 +256,8 @@ def is_mask(store: OpenStore, given: Any) -> bool:
     if isinstance(given, str):
         name = given if kind is None or given in store.manifest.arrays else f"{kind}.{given}"
         given = store.arrays[name] if name in store.manifest.arrays else None
-    return getattr(given, "dtype", np.asarray(given).dtype) in (torch.bool, np.dtype(bool))
+    dtype = given.dtype if hasattr(given, "dtype") else np.asarray(given).dtype
+    return dtype in (torch.bool, np.dtype(bool))
 
 
 def refuse(options: dict[str, Any]) -> None:

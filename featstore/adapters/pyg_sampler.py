@@ -14,6 +14,7 @@ from featstore.base.hashing import fold_ids
 from featstore.base.ids import as_integers
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
+from featstore.sampling.options import SamplingOptions
 from featstore.sampling.stored import StoredSampler
 
 try:
@@ -89,7 +90,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             row=torch.from_numpy(batch.row),
             col=torch.from_numpy(batch.col),
             edge=self._edges(batch),
-            batch=None,
+            batch=None if batch.batch is None else torch.from_numpy(batch.batch),
             num_sampled_nodes=list(batch.num_sampled_nodes),
             num_sampled_edges=list(batch.num_sampled_edges),
             metadata=(inputs.input_id, inputs.time),
@@ -119,8 +120,14 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             ids = self.sampler.edge_ids
             arrays = self.sampler.indptr, self.sampler.indices
             self._shared = *map(to_shared, arrays), None if ids is None else to_shared(ids)
-            self.sampler = self._over(self._shared, self.sampler.fanouts, self.sampler.seed)
-        return self.__dict__ | {"sampler": (self.sampler.fanouts, self.sampler.seed)}
+            self.sampler = self._over(self._shared, *self._told)
+        return self.__dict__ | {"sampler": self._told}
+
+    @property
+    def _told(self) -> tuple[tuple[int, ...], int, SamplingOptions]:
+        """What a sampler in memory was told beside the topology."""
+        assert isinstance(self.sampler, NeighborSampler)
+        return self.sampler.fanouts, self.sampler.seed, self.sampler.options
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -129,8 +136,9 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
 
     @staticmethod
     def _over(
-        shared: tuple[torch.Tensor | None, ...], fanouts: tuple[int, ...], seed: int
-    ) -> NeighborSampler:
+        shared: tuple[torch.Tensor | None, ...], fanouts: tuple[int, ...], seed: int,
+        options: SamplingOptions,
+    ) -> NeighborSampler:  # fmt: skip
         indptr, indices, ids = (None if part is None else part.numpy() for part in shared)
         assert indptr is not None and indices is not None  # noqa: PT018
-        return NeighborSampler(indptr, indices, fanouts, seed, edge_ids=ids)
+        return NeighborSampler(indptr, indices, fanouts, seed, edge_ids=ids, options=options)

@@ -7,6 +7,7 @@ torch is never imported here: a tensor can only have come from a program that im
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -211,10 +212,10 @@ def flat_out(
     return check_out(out, shape, dtype).view(dtype).reshape(count, *row_shape)
 
 
-def unshared(ids: Ids, out: Any) -> Ids:
-    """The same ids, which rows that are put into a caller's ``out`` (in host memory an array) do not
-    change."""
-    shared = isinstance(out, np.ndarray) and np.may_share_memory(ids.values, out)
+def unshared(ids: Ids, outs: Iterable[Any]) -> Ids:
+    """The same ids, which rows that are put into any of a caller's ``outs`` (arrays where in host memory) do
+    not change."""
+    shared = any(isinstance(out, np.ndarray) and np.may_share_memory(ids.values, out) for out in outs)
     return ids._replace(values=ids.values.copy()) if shared else ids
 
 

@@ -116,20 +116,20 @@ def submitted(pool: ThreadPoolExecutor, work: Callable[..., Result], *arguments:
 
 
 def handed(
-    pool: ThreadPoolExecutor, work: Callable[[], object], refused: Callable[[BaseException], object]
-) -> None:
+    pool: ThreadPoolExecutor, work: Callable[[], object], refused: Callable[[BaseException], object],
+    turn: threading.Lock,
+) -> None:  # fmt: skip
     """Have a pool do some work, or say why it does not, and never will: to ``refused``. Raises interrupts,
-    after that."""
-    free = threading.Lock()
+    after that. ``turn``: is taken by who does it, or says so; where another has taken it, nobody does."""
 
     def step() -> None:
-        if free.acquire(blocking=False):
+        if turn.acquire(blocking=False):
             work()
 
     try:
         submitted(pool, step)
     except BaseException as error:
-        if free.acquire(blocking=False):  # else a thread does it; one that comes later does not
+        if turn.acquire(blocking=False):  # else a thread does it
             refused(error)
         if not isinstance(error, Exception):
             raise

@@ -271,8 +271,13 @@ def keep_min(
         found, _, admitted[index] = cache.step(index, values, ahead)
         return values, found
 
-    for index in range(_begin(rows, capacity_rows), batches):
+    begin = _begin(rows, capacity_rows)
+    for index in range(begin, batches):
         served(index)
+    if begin and (cache.row_of_slot < 0).any():  # that end of the trace has too few different rows
+        cache = MinCache(len(first_use), capacity_rows, 2 * batches)
+        for index in range(batches):
+            served(index)
     cache.turn(batches)
     start = cache.row_of_slot.copy()
     for index in range(batches):

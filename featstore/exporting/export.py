@@ -19,7 +19,7 @@ from featstore.arguments import (
     known_name,
     shown,
 )
-from featstore.base.dtypes import dtype_from_name
+from featstore.base.dtypes import dtype_from_name, is_bfloat16
 from featstore.base.ids import parse_ids
 from featstore.base.progress import OnStep, watched
 from featstore.errors import ArgumentError, BudgetError, IdError
@@ -144,7 +144,8 @@ def _wider(stored: np.dtype[Any], wanted: str | np.dtype[Any]) -> np.dtype[Any]:
         target = np.dtype(wanted)
     except Exception:  # whatever it is that was given
         raise ArgumentError(f"dtype must be one of NumPy's, not {shown(wanted)}") from None
-    if not np.can_cast(stored, target, "safe"):
+    numbers = (target.kind in "biufc" or is_bfloat16(target)) and target.itemsize
+    if target != stored and not (numbers and np.can_cast(stored, target, "safe")):
         raise ArgumentError(
             f"dtype={str(target)!r} does not hold every value of {stored}: nothing is rounded or cut silently"
         )

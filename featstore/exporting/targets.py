@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,16 @@ def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool)
     zarr = need_package("zarr", "zarr", f"{path}: writing this")
     if is_taken(path):  # a directory may hold what is not ours to remove
         raise StoreExistsError(f"{path} is there already: move it away, or export to another name")
-    each = max(1, min(exported.rows or 1, _CHUNK_BYTES // max(1, exported.row_bytes)))
+    first = next(blocks, None)  # all blocks have as many rows, but the last, and begin with a chunk
+    together = 1 if first is None else len(first[2])
+    each = max(1, together // max(1, -(-together * exported.row_bytes // _CHUNK_BYTES)))
     with _beside(path) as made:
         array = zarr.create_array(
             store=str(made), shape=exported.shape, dtype=exported.dtype, chunks=(each, *exported.row_shape)
         )
         array.attrs["featstore"] = {"table": exported.name}
         at = 0
-        for _, _, rows in blocks:
+        for _, _, rows in () if first is None else chain([first], blocks):
             array[at : at + len(rows)] = rows
             at += len(rows)
 

@@ -83,7 +83,8 @@ class ValueReport:
             return block
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             out = block.astype(self.target)
-        if self.target.itemsize < block.dtype.itemsize or block.dtype.kind in "iu":
+        narrower = self.target.itemsize < block.dtype.itemsize or is_bfloat16(block.dtype)
+        if narrower or block.dtype.kind in "iu":
             self._compare(block, out, nan, inf)
         return out
 

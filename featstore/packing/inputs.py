@@ -4,6 +4,7 @@ there are."""
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_mapping
 from featstore.base.dtypes import dtype_name
 from featstore.base.files import load_given
-from featstore.base.ids import plain_array
+from featstore.base.ids import is_tensor, plain_array
 from featstore.base.system import is_regular
 from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
@@ -301,10 +302,21 @@ def identity(value: Any) -> dict[str, Any]:
         return file_fingerprint("file", path) if is_regular(path) else {"path": os.path.abspath(path)}
     if isinstance(value, tuple):
         return {str(k): identity(part) for k, part in enumerate(value)}
+    if isinstance(value, Mapping):
+        return {str(k): identity(part) for k, part in value.items()}
+    names = getattr(value, "column_names", None) or getattr(value, "columns", None)
+    if (
+        names is not None and hasattr(value, "__getitem__") and len(set(names)) == len(names)
+    ):  # a frame: column by column, without a copy
+        return {str(k): identity(value[k]) for k in names}
     try:
-        array = np.asarray(value)
+        array = np.asarray(value.detach().cpu() if is_tensor(value) else value)
     except (TypeError, ValueError, RuntimeError):
-        array = np.empty(0, object)
+        array = np.array(None, object)
+    if array.dtype.hasobject and array.ndim == 1:  # of text
+        some = array[np.unique(np.linspace(0, len(array) - 1, 1000, dtype=np.int64))] if len(array) else array
+        text = "\n".join(repr(one) if isinstance(one, str | bytes | int | float) else "" for one in some)
+        return {"text": len(array), "sample": zlib.crc32(text.encode("utf-8", "surrogatepass"))}
     if array.dtype.hasobject:  # a SciPy matrix, a PyG object: the type and size have to do
         return {"type": type(value).__name__, "shape": list(getattr(value, "shape", []))}
     return {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from featstore.arguments import as_callback, as_path
+from featstore.arguments import as_callback, as_flag, as_path
 from featstore.base.folders import real_path
 from featstore.base.progress import watched
 from featstore.base.system import is_directory, is_there
@@ -168,9 +168,10 @@ def pack(
         "columns": columns,
         "id": id,
     }
+    edge_ids = None if edge_ids is None else as_flag(edge_ids, "edge_ids")
     values = {"weights": edge_weights, "times": edge_times}
     inputs = parse_inputs(
-        features, graph, arrays, reading, numbered=topology is not False and edge_ids is not False,
+        features, graph, arrays, reading, numbered=as_flag(topology, "topology") and edge_ids is not False,
         edge_values={part: value for part, value in values.items() if value is not None},
         node_keys=node_keys,
     )  # fmt: skip

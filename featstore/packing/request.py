@@ -47,7 +47,7 @@ class Options:
         topology: bool, hubs: float, hub_rank: str, train: Any, graph_key: Any, edge_ids: bool | None,
     ) -> Options:  # fmt: skip
         """From the arguments of a pack, given once or by table. Raises SourceError."""
-        tables = inputs.tables
+        tables, stored = inputs.tables, as_flag(topology, "topology")
         if inputs.types and isinstance(graph_key, Mapping):
             graph_key = by_graph(graph_key, inputs.graphs, "graph_key")
         keys = by_table(graph_key, inputs.graphs or tables, "graph_key")
@@ -66,20 +66,23 @@ class Options:
             without_slack(parse_bytes(memory, "memory")),
             dict.fromkeys(tables, "auto") | of_nodes(order, "order"),
             {n: p if isinstance(p, str | os.PathLike) else plain_array(p, "permutation") for n, p in given},
-            of_nodes(partitions, "partitions"),
+            {
+                n: as_count(p, "partitions", 1, 2**31 - 1)
+                for n, p in of_nodes(partitions, "partitions").items()
+            },
             inputs.casts,
-            seed,
-            topology,
-            hubs,
+            as_count(seed, "seed", 0),
+            stored,
+            as_number(hubs, "hubs", 0, 1),
             hub_rank,
             {
                 n: t if t is None or isinstance(t, str) else plain_array(t, "train")
                 for n, t in of_nodes(train, "train").items()
             },
             keys,
-            topology is not False and bool(inputs.graphs and inputs.edge_rows)
+            stored and bool(inputs.graphs and inputs.edge_rows)
             if edge_ids is None
-            else edge_ids,
+            else as_flag(edge_ids, "edge_ids"),
         )
 
 
@@ -97,15 +100,9 @@ def check_pack(options: Options, inputs: Inputs, *, resume: Any, overwrite: Any)
     """Raise ArgumentError for an option that is none, or that has no effect."""
     as_flag(resume, "resume")
     as_flag(overwrite, "overwrite")
-    as_count(options.seed, "seed", 0)
-    as_flag(options.topology, "topology")
-    as_flag(options.edge_ids, "edge_ids")
-    as_number(options.hubs, "hubs", 0, 1)
     as_choice(options.hub_rank, "hub_rank", HUB_RANKS)
     for order in options.order.values():
         as_choice(order, "order", METHODS)
-    for count in options.partitions.values():
-        as_count(count, "partitions", 1, 2**31 - 1)
     for dtype in options.dtype.values():
         as_choice(dtype, "dtype", CASTS, ", or None for rows as they are")
     for train in options.train.values():

@@ -118,11 +118,13 @@ def _write_whole(
     lock = threading.Lock()
 
     def written(count: int) -> None:
-        job.stages.add(count)
-        with lock:
-            left[0] -= 1
-            if left[0] == 0:
-                buffers.put(buffer)
+        try:
+            job.stages.add(count)
+        finally:  # whoever waits for the buffer learns of the error then
+            with lock:
+                left[0] -= 1
+                if left[0] == 0:
+                    buffers.put(buffer)
 
     if size == 0:
         buffers.put(buffer)

@@ -211,7 +211,7 @@ def held_rows(states: Mapping[str, TableState], ids: Any, out: Any, counts: Coun
         return None  # before there is memory for them all
     shape = (*parsed.shape, *table.row_shape)
     rows = empty_rows(count, table.row_bytes) if out is None else check_out(out, shape, table.dtype)
-    if out is not None and unshared(parsed, rows) is not parsed:
+    if out is not None and unshared(parsed, [rows]) is not parsed:
         return None  # before rows are put over the ids
     for begin in range(0, count, _STEP_IDS):  # an interrupt comes through between
         ids = parsed.values[begin : begin + _STEP_IDS]

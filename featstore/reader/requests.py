@@ -96,9 +96,12 @@ def parse_request(
             if given is None
             else check_out(given, shape, table.dtype)
         )
-        parsed = parsed if given is None else unshared(parsed, rows)
         given_as[name] = (parsed, shape, rows, given)
         parts.append(Part(states[name], parsed.values, states[name].row_map, rows, to))
+    if outs:  # none puts rows over another's ids
+        filled = [part.out for part in parts]
+        for part, (parsed, *_) in zip(parts, given_as.values(), strict=True):
+            part.ids = unshared(parsed, filled).values
 
     def finish() -> Any:
         done = {

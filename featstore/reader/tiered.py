@@ -215,7 +215,7 @@ class TieredReader(Shown):
             self._check_ids(name, parsed.values)
             rows += len(parsed.values)
         flat = {name: self._flat(name, outs[name], parsed, at) for name, parsed in asked.items() if outs}
-        asked = {name: unshared(parsed, flat.get(name)) for name, parsed in asked.items()}
+        asked = {name: unshared(parsed, flat.values()) for name, parsed in asked.items()}
         to = {
             name: parse_row_places(places, len(asked[name].values), rows_of(flat[name]))
             for name, places in by_table.at.items()
@@ -225,17 +225,21 @@ class TieredReader(Shown):
         below: Request = submit(
             {name: parsed.values for name, parsed in asked.items()}, out=flat or None, at=to or None
         )
-        row_bytes = {name: self.store.table(name).row_bytes for name in asked}
-        with self._counting:
-            self._requests += 1
-            self._rows_asked += rows
-            self._bytes_asked += sum(len(p.values) * row_bytes[n] for n, p in asked.items())
 
         def finish() -> Any:
             made = outs or {name: self._shaped(name, below.result()[name], asked[name]) for name in asked}
             return made if isinstance(ids, Mapping) else next(iter(made.values()))
 
-        return chained(below, finish)
+        try:
+            row_bytes = {name: self.store.table(name).row_bytes for name in asked}
+            with self._counting:
+                self._requests += 1
+                self._rows_asked += rows
+                self._bytes_asked += sum(len(p.values) * row_bytes[n] for n, p in asked.items())
+            return chained(below, finish)
+        except BaseException:  # an interrupt: nobody else knows of it
+            below.abandon()
+            raise
 
     def _flat(self, name: str, out: Any, parsed: Ids, at: Any) -> Any:
         """A caller's ``out`` as [rows, *row shape]; the tier on its device looks at one there."""

@@ -125,6 +125,9 @@ class Growing:
         """The nodes and edges around ``seeds``, int64 by type; ``key`` is the mini-batch's. Raises IdError
         for seeds that stand twice in one tree, ArgumentError for times that are missing."""
         found = Grown(self.types, len(self.relations), seeds, self.options.has_trees)
+        for name, times in (seed_times or {}).items():
+            if name not in seeds and (name not in self.types or len(times)):
+                raise ArgumentError(f"seed_times={_of(name)} are of no seeds: there are none of that type")
         lows, highs = self._bounds(found, seed_times)
         self._enter(found)
         keys = [key if one.name is None else relation_key(key, one.name) for one in self.relations]

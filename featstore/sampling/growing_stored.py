@@ -30,8 +30,8 @@ from featstore.sampling.lists_on_disk import (
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.picking import empty_picks, seed_table
 from featstore.sampling.stored_hops import HopPages, hop_bytes
-from featstore.sampling.under_way import Scratch
-from featstore.sampling.whole_lists import ListView
+from featstore.sampling.under_way import MadeAgain, Scratch
+from featstore.sampling.whole_lists import ListView, held_of
 
 #: Of an edge that may be drawn, beside what it becomes.
 _DRAWN_BYTES = 24
@@ -185,6 +185,7 @@ class GrowingOnDisk(Growing):
         """Those of some nodes of the relation's target type."""
         lists, target, source = self._lists[relation.name], relation.target, relation.source
         row, col, edge = _NONE, _NONE, _NONE
+        tables = lists.times, lists.cache
         while True:  # counted, then written
             edges, at = induce_lists(
                 lists.offsets, found.nodes[target], found.trees[target], some, found.slots[source],
@@ -195,5 +196,8 @@ class GrowingOnDisk(Growing):
                 raise lists.bad_value(-edges, at)
             if edges == len(row):
                 return row, col, edge
+            held = held_of(tables)
             self.reading.reserve_more(_INDUCED, _INDUCED_BYTES * edges)
+            if held_of(tables) != held:  # the views are of memory that has been cut for that
+                raise MadeAgain
             row, col, edge = (np.empty(edges, np.int64) for _ in range(3))

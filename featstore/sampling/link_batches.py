@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_flag, as_integer
+from featstore.base.ids import plain_array
 from featstore.base.sequences import in_turn
 from featstore.errors import ArgumentError
 from featstore.sampling.batches import shuffled
@@ -42,8 +43,8 @@ class LinkBatches(Sequence[dict[str, Any]]):
         self.sampler, self.batch_size = sampler, as_count(batch_size, "batch_size")
         self._links = sampler.checked(links)
         count = self._links.shape[1]
-        self._labels = None if labels is None else np.asarray(labels)
-        self._times = None if times is None else np.asarray(times)
+        self._labels = None if labels is None else plain_array(labels, "labels")
+        self._times = None if times is None else plain_array(times, "times")
         sampler.check_said(self._labels, self._times, count)
         self._shuffle, self._drop_last = as_flag(shuffle, "shuffle"), as_flag(drop_last, "drop_last")
         self._numbered = as_flag(numbered, "numbered")

@@ -20,7 +20,8 @@ from featstore.sampling.options import SamplingOptions, kept
 from featstore.sampling.pages import Missing
 from featstore.sampling.picking import count_asking, empty_picks, hop_size, pick_hop
 from featstore.sampling.stored_hops import HopPages
-from featstore.sampling.whole_lists import Held, ListView, WholeLists
+from featstore.sampling.under_way import MadeAgain
+from featstore.sampling.whole_lists import Held, ListView, WholeLists, held_of
 
 if TYPE_CHECKING:
     from featstore.storage.store import StoredGraph
@@ -177,12 +178,14 @@ class ListsOnDisk:
     def pieces(
         self, rows: NDArray[np.int64], tables: Sequence[Held | None], reader: Reader, room: ListRoom
     ) -> Iterator[tuple[NDArray[np.int64], ListView, ListView, ListView]]:
-        """Which of ``rows`` have their lists at hand, and these, of ``tables``: weights, times and
-        sources."""
+        """Which of ``rows`` have their lists at hand, and these, of ``tables``: weights, times and sources.
+        Views are of what is held then: where that is cut for ``room``, it is MadeAgain."""
         read = any(one is not None for one in tables)
         order = np.argsort(rows, kind="stable") if read else np.arange(len(rows))
-        whole = WholeLists(self.offsets, rows[order], tables)
+        whole, held = WholeLists(self.offsets, rows[order], tables), held_of(tables)
         room_bytes = room(whole.least_bytes, whole.most_bytes) if read else 0
+        if held_of(tables) != held:  # what was held has been cut for that room, and more is to be read
+            raise MadeAgain
         for some, (weights, times, sources) in whole.pieces(room_bytes, reader):
             if tables[0] is None:
                 weights = weights._replace(values=_NO_WEIGHTS)

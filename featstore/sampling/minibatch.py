@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import SourceError
+from featstore.base.ids import plain_array
+from featstore.errors import ArgumentError, SourceError
 from featstore.sampling import dgl_graphs
 
 if TYPE_CHECKING:
@@ -151,8 +152,11 @@ def _hetero_ids(batch: Any) -> dict[str, Any]:
 
 def _checked(ids: Any, name: str) -> NDArray[Any]:
     """Ids as an array of integers; a tensor's without a copy where that is possible."""
-    array: NDArray[Any] = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
     what = f"node ids of type {name!r}" if name else "node ids"
+    try:
+        array = plain_array(ids.detach().cpu() if hasattr(ids, "detach") else ids, what)
+    except ArgumentError as error:
+        raise SourceError(str(error)) from None
     if array.size == 0 and array.ndim == 1:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

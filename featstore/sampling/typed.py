@@ -97,6 +97,7 @@ class TypedNeighborSampler:
         }
         bidirectional = self.options.subgraph == "bidirectional"
         self._reverses = reverses(self.graphs) if bidirectional else {}
+        self.shifts: dict[EdgeType, Ids] = {}  # see subgraph_of
         self._growing = grow_over(self.nodes, self.graphs, self.fanouts, self.options, named=True)
 
     @property
@@ -128,7 +129,7 @@ class TypedNeighborSampler:
         found = self._growing.sample(given, key, seed_times)
         return subgraph_of(
             found, list(self.nodes), self.edge_types, self.options.subgraph, self._reverses,
-            node=found.node, numbers=self._numbers,
+            node=found.node, numbers=self._numbers, shifts=self.shifts,
         )  # fmt: skip
 
     def _numbers(self, edge_type: EdgeType, edges: Ids) -> Ids | None:
@@ -139,17 +140,22 @@ class TypedNeighborSampler:
 def subgraph_of(
     found: Grown, node_types: Sequence[str], edge_types: Sequence[EdgeType], subgraph: str,
     back: Mapping[EdgeType, EdgeType], *, node: Callable[[str], Ids],
-    numbers: Callable[[EdgeType, Ids], Ids | None],
+    numbers: Callable[[EdgeType, Ids], Ids | None], shifts: Mapping[EdgeType, Ids] | None = None,
 ) -> TypedSubgraph:  # fmt: skip
     """What was found as a mini-batch of the kind ``subgraph``. ``back``: of each relation the one that leads
     back, where edges get their reverse; ``node``: the nodes of a type; ``numbers``: of a relation's edges at
-    these positions, where they are known."""
+    these positions, where they are known; ``shifts``: what is added to positions in the list of each node of
+    the relation's target type, where they are to be those of another order."""
     per_hop: dict[EdgeType, tuple[int, ...]] = {
         edge_type: tuple(len(part[2]) for part in found.parts[number])
         for number, edge_type in enumerate(edge_types)
     }
     edges = {edge_type: found.edges(number) for number, edge_type in enumerate(edge_types)}
     known = {edge_type: numbers(edge_type, one[2]) for edge_type, one in edges.items()}
+    nodes = {name: node(name) for name in node_types}
+    for name, shift in (shifts or {}).items():
+        rows, cols, positions = edges[name]
+        edges[name] = rows, cols, positions + shift[nodes[name[2]][cols]]
     e_id = {edge_type: one for edge_type, one in known.items() if one is not None}
     row, col, edge_id = ({name: one[k] for name, one in edges.items()} for k in range(3))
     for name, other in back.items():
@@ -161,7 +167,6 @@ def subgraph_of(
         per_hop = dict.fromkeys(edge_types, ())
     batch = {name: one for name in node_types if (one := found.batch(name)) is not None}
     hops = {name: tuple(counts) for name, counts in found.hops.items()}
-    nodes = {name: node(name) for name in node_types}
     return TypedSubgraph(nodes, row, col, edge_id, e_id or None, hops, per_hop, batch or None)
 
 

@@ -111,7 +111,7 @@ class TypedInMemory:
             fanouts, seed, options=options, edge_ids=ids,
         )  # fmt: skip
         self.fanouts = self.sampler.fanouts
-        self._shifts = {
+        self.sampler.shifts = {
             edge_type: read_offsets(graph)[row_of_node] - self.sampler.graphs[edge_type][0][:-1]
             for edge_type, graph in graphs.items()
             if (row_of_node := graph.table.row_of_node()) is not None
@@ -146,9 +146,4 @@ class TypedInMemory:
         seed_times: Mapping[str, NDArray[Any]] | None = None,
     ) -> TypedSubgraph:  # fmt: skip
         """The same around seeds of several types, as the ends of links are."""
-        made = self.sampler.sample_types(seeds, batch_index, epoch=epoch, seed_times=seed_times)
-        for edge_type, shift in self._shifts.items():
-            edge = made.edge_id[edge_type]
-            at = edge >= 0  # of another relation's edge there is the reverse alone
-            edge[at] += shift[made.node[edge_type[2]][made.col[edge_type][at]]]
-        return made
+        return self.sampler.sample_types(seeds, batch_index, epoch=epoch, seed_times=seed_times)

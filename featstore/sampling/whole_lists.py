@@ -105,6 +105,11 @@ class WholeLists:
         return ListView(values, begins)
 
 
+def held_of(tables: Sequence[Held | None]) -> list[int]:
+    """How many values of each table are in memory now."""
+    return [0 if one is None else len(one.first) for one in tables]
+
+
 def _page_shift(table: Held) -> int:
     return (PAGE_BYTES // table.first.itemsize).bit_length() - 1
 

@@ -9,6 +9,7 @@ keys themselves are read: no two may be the same. All passes are sequential but 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +143,7 @@ class _KeysScrub:
     def _started(self, bits: int) -> bool:
         """Whether the starts count the hashes by their upper bits."""
         at = 0
-        for first, hashes in [*self._hashes.pieces(), (self._hashes.count, np.empty(0, np.uint64))]:
+        for first, hashes in chain(self._hashes.pieces(), [(self._hashes.count, np.empty(0, np.uint64))]):
             final = len(hashes) == 0
             upper = (
                 (hashes >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(len(hashes), np.int64)

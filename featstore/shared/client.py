@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_text, known_name, shown
 from featstore.base.buffers import empty_rows
-from featstore.base.ids import check_out, finished, parse_ids, parse_row_places, rows_of
+from featstore.base.ids import check_out, finished, parse_ids, parse_row_places, rows_of, unshared
 from featstore.base.native import address_of
 from featstore.base.passed_errors import decode_error
 from featstore.base.rows import IN_ORDER, move_rows
@@ -64,6 +64,7 @@ class BufferRequest:
         self._given = None if out is None else asked.out
         self._rows: dict[str, NDArray[np.uint8]] = {}
         self._pieces: list[_Piece] = []
+        places_of: dict[str, NDArray[np.int32]] = {}
         for name, parsed in asked.ids.items():
             table, count = about.tables[name], len(parsed.values)
             places = IN_ORDER
@@ -75,8 +76,11 @@ class BufferRequest:
                 rows = check_out(asked.out[name], (*parsed.shape, *table.row_shape), table.dtype)
             else:
                 rows = empty_rows(count, table.row_bytes)
-            self._rows[name], begin = rows, address_of(rows)
-            for low in range(0, count, table.piece_rows):
+            self._rows[name], places_of[name] = rows, places
+        for name, parsed in asked.ids.items():
+            table, places, begin = about.tables[name], places_of[name], address_of(self._rows[name])
+            parsed = unshared(parsed, self._rows.values()) if asked.out else parsed
+            for low in range(0, len(parsed.values), table.piece_rows):
                 part = slice(low, low + table.piece_rows)
                 to = (begin, places[part]) if name in asked.at else (begin + low * table.row_bytes, IN_ORDER)
                 self._pieces.append(_Piece(client._new_number(), table, parsed.values[part], *to))

@@ -139,7 +139,7 @@ class SharedTier(OwnedTier):
             request.close_piece(job, ClosedError("the shared tier is closed") if closed else error)
 
         try:
-            handed(self._pool, partial(self._serve, job), refused)
+            handed(self._pool, partial(self._serve, job), refused, threading.Lock())
         except BaseException:
             request.abandon()
             raise

@@ -19,13 +19,14 @@ from featstore.base.system import asking
 from featstore.errors import DiskFullError, FeatstoreError, FormatError
 from featstore.storage.belongings import GENERATION, SPILL
 from featstore.storage.disk import Disk
-from featstore.storage.generations import begin, collect, commit
+from featstore.storage.generations import begin, collect, commit, current
 from featstore.storage.journal import Journal, State, TableProgress
 from featstore.storage.manifest import (
     EDGE_IDS_FEATURE,
     EDGE_VALUES_FEATURE,
     FORMAT_VERSION,
     GRAPHS_FEATURE,
+    MANIFEST_NAME,
     RELATIONS_FEATURE,
     ArrayEntry,
     GraphEntry,
@@ -51,6 +52,7 @@ class Transaction:
         self.generation, self.resumed = begin(store, disk, resume=resume, overwrite=overwrite)
         self.catalogue = Catalogue(disk, store)
         self._journal: Journal | None = None
+        self._committing = False
 
     @property
     def name(self) -> str:
@@ -102,12 +104,27 @@ class Transaction:
             provenance={"writer": f"featstore {__version__}", **provenance}, **more,
         )  # fmt: skip
         manifest = sealed(manifest)
-        with self.resuming():
-            if self.resumed:
-                parse(encode_manifest(manifest), self.generation.journal)
+        text = encode_manifest(manifest)
+        if self.resumed:
+            with self.resuming():
+                parse(text, self.generation.journal)
+        else:
+            self._check_readable(text)
+        self._committing = True
         commit(self.generation.store, self.disk, manifest)
         self.disk.unlink(self.generation.journal)
         self.disk.rmtree(self.generation.spill, SPILL)
+
+    def _check_readable(self, text: bytes) -> None:
+        """Raise FormatError for a manifest that no reader takes: it never replaces a store."""
+        path = self.generation.store / MANIFEST_NAME
+        try:
+            parse(text, path)
+        except FormatError as error:
+            raise FormatError(
+                f"{path} would be one that no reader takes, so it is not written: {error}; give fewer edge "
+                "types, tables, arrays or fields"
+            ) from error
 
     @contextmanager
     def resuming(self) -> Iterator[None]:
@@ -120,12 +137,24 @@ class Transaction:
             ) from error
 
     def abandon(self, worth: Worth, error: BaseException) -> None:
-        """After an error: what is worth it stays for ``--resume``; where nothing is, nothing stays."""
+        """After an error: what is worth it stays for ``--resume``; where nothing is, nothing stays. What is
+        the store's content already stays, too."""
+        if self._is_committed():
+            return
         tables = self._journal.state.tables.values() if self._journal else ()
         if self.resumed or any(worth(progress, error) for progress in tables):
             return
         with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
             self.discard()
+
+    def _is_committed(self) -> bool:
+        if not self._committing:
+            return False
+        try:
+            now = current(self.generation.store)
+        except FeatstoreError:
+            return True  # it may be
+        return now is not None and now.generation == self.name
 
     def discard(self) -> None:
         """Remove all of the generation."""

@@ -98,17 +98,8 @@ class _Job:
         self.ids, self._out, self._at = ids, out, at
         self._ticket: Ticket | None = None
         self._cancelled = False
-        self._free = threading.Lock()  # nobody has begun it
+        self.turn = threading.Lock()  # whoever takes it goes on with this piece, or ends it
         self.on_end: Callable[[], None] = lambda: None
-
-    def claim(self) -> bool:
-        """Whether it is for the caller to begin it."""
-        return self._free.acquire(blocking=False)
-
-    def end_unbegun(self, error: BaseException) -> None:
-        """End it where nobody has begun it, nor ever will."""
-        if self.claim():
-            self._request.close_piece(self, error)
 
     def begin(self) -> bool:
         """Take slots; whether all rows are there."""
@@ -129,11 +120,15 @@ class _Job:
         except BaseException as failure:
             error = failure
         self.end(error)
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt, of who asks
 
     def end(self, error: BaseException | None) -> None:
+        """May be called more than once."""
         if self._ticket is not None:
             self._ticket.release()
-        self.on_end()
+        on_end, self.on_end = self.on_end, lambda: None
+        on_end()
         self._request.close_piece(self, error)
 
     def cancel(self) -> None:
@@ -147,7 +142,7 @@ class _Decision:
     """A piece of a request: the policies to go on with are chosen."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        self._request, self.turn = request, threading.Lock()
 
     def cancel(self) -> None:
         """Others go on with them, too."""
@@ -217,9 +212,9 @@ class BufferTier(OverSource):
         self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
         limit = self._under_way
-        limit.acquire()
 
         def hand_over(request: Request) -> None:
+            limit.acquire()
             request.add_done_callback(lambda _: limit.release())
             self._hand_over(request, ids, filled, at)
 
@@ -238,30 +233,29 @@ class BufferTier(OverSource):
             for part in self._parts(name, len(wanted)):
                 rows, to = (filled[name][part], None) if at is None else (filled[name], at[name][part])
                 jobs.append(_Job(request, name, self._buffers[name], wanted[part], rows, to))
-        if self._choices.due:
-            decision = _Decision(request)
-            request.open_piece(decision)
-            self._handed(self._taking, partial(self._decide, decision), decision)
+        decision = _Decision(request) if self._choices.due else None
         try:
+            if decision is not None:
+                request.open_piece(decision)
+                self._handed(self._taking, partial(self._decide, decision), decision)
             for job in jobs:
                 request.open_piece(job)
                 if len(jobs) == 1:
                     self._take(job, here=True)
                 else:
                     self._handed(self._taking, partial(self._take, job), job)
-        except BaseException as error:  # an interrupt
-            for job in jobs:
-                job.end_unbegun(error)
+        except BaseException as error:  # an interrupt: what no thread has begun, none will
+            pieces: list[_Job | _Decision] = [*jobs, *([] if decision is None else [decision])]
+            for piece in pieces:
+                if piece.turn.acquire(blocking=False):
+                    piece.end(error)
             raise
 
     def _take(self, job: _Job, here: bool = False) -> None:
         """Take slots, and have the rows copied out when they are there: by whoever asks (``here``), if they
-        are there now."""
+        are there now. Raises interrupts of who asks."""
         self._tickets.acquire()
         job.on_end = self._tickets.release
-        if not job.claim():
-            self._tickets.release()
-            return
         try:
             with self._taking_slots if self.policy == "auto" else nullcontext():
                 ready = job.begin()
@@ -270,10 +264,11 @@ class BufferTier(OverSource):
             job.end(error)
             if isinstance(error, Exception):
                 return
-            raise  # an interrupt, which is the caller's
+            raise
         if ready and here:
             job.copy_out()
         else:
+            job.turn = threading.Lock()
             self._handed(self._copying, job.copy_out, job)
 
     def _decide(self, decision: _Decision) -> None:
@@ -291,7 +286,7 @@ class BufferTier(OverSource):
             closed = type(error) is RuntimeError  # the pool takes nothing any more
             job.end(ClosedError("the buffer tier is closed") if closed else error)
 
-        handed(pool, step, refused)
+        handed(pool, step, refused, job.turn)
 
     def _parts(self, name: str, count: int) -> list[slice]:
         """A request's ids in pieces whose rows can be in slots at once."""

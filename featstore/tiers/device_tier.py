@@ -218,9 +218,9 @@ class DeviceTier(OverSource):
         # What the caller has asked of the device may use the memory of out.
         asked = None if out is None else self._transfer.mark()
         limit = self._under_way
-        limit.acquire()
 
         def hand_over(request: Request) -> None:
+            limit.acquire()
             request.add_done_callback(lambda _: limit.release())
             self._hand_over(request, ids, filled, at, asked)
 

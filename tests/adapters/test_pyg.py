@@ -19,6 +19,7 @@ from featstore.errors import FeatstoreError, IdError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import open_sampler
 from featstore.sampling.neighbors import NeighborSampler
+from featstore.sampling.options import SamplingOptions
 
 with warnings.catch_warnings():
     # PyG scripts some of its own classes on import, which newer PyTorch calls deprecated.
@@ -163,6 +164,24 @@ def test_a_pickled_feature_store_opens_its_reader_when_needed(
         assert torch.equal(again.get_tensor(None, "x", torch.tensor([3])), torch.from_numpy(features[[3]]))
         assert again._opened is not None
         again._opened.close()
+
+
+def test_a_sampler_keeps_its_options_wherever_it_is_sent(graph: Any) -> None:
+    weights = np.zeros(NODES * 9, np.float32)
+    weights[::3] = 1
+    for options in (SamplingOptions(weights=weights), SamplingOptions(disjoint=True, replace=True)):
+        sampler = FeatstoreSampler(NeighborSampler(*graph, [4, 4], seed=2, options=options))
+        asked = NodeSamplerInput(input_id=None, node=torch.tensor([3, 1, 9]))
+        before = sampler.sample_from_nodes(asked)
+        assert (before.batch is not None) == options.disjoint
+        for one in (pickle.loads(pickle.dumps(sampler)), sampler):
+            after = one.sample_from_nodes(asked)
+            assert torch.equal(after.node, before.node)
+            assert torch.equal(after.col, before.col)
+            assert options.disjoint == (after.batch is not None and torch.equal(after.batch, before.batch))
+    batch = next(iter(NodeLoader(Data(edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=NODES),
+        sampler, input_nodes=torch.arange(8), batch_size=8)))  # fmt: skip
+    assert torch.equal(batch.batch[:8], torch.arange(8))
 
 
 def test_sampler_is_pickled_with_its_epoch_and_shares_once(graph: Any) -> None:

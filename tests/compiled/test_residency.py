@@ -139,6 +139,25 @@ def test_slots_hold_what_the_schedule_says_round_after_round(
         lists.close()
 
 
+@given(
+    early=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=6), late=st.integers(0, ROWS - 1),
+    capacity=st.integers(1, 6), capacities=st.integers(0, 4),
+)  # fmt: skip
+@settings(max_examples=35, deadline=None)
+def test_all_slots_are_taken_where_a_trace_ends_with_few_rows(
+    early: list[int], late: int, capacity: int, capacities: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A first round that is shorter than the trace has all of the rows that there are slots for."""
+    trace = [[row] for row in early] + [[late]] * 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(res, "ROUND_CAPACITIES", capacities)
+        found = kept_min(tmp_path_factory.mktemp("lists"), trace, capacity)
+    assert len(found.start) == min(capacity, len({*early, late}))
+    assert (found.start >= 0).all()
+    found.moves.close()
+    found.misses.close()
+
+
 @given(trace=traces, capacity=st.integers(0, ROWS), capacities=st.integers(0, 3))
 @settings(max_examples=25, deadline=None)
 def test_a_shorter_first_round_misses_about_as_little(

@@ -123,6 +123,9 @@ def test_wrong_calls_say_what_to_do_and_leave_nothing(store: Path, tmp_path: Pat
         (ArgumentError, "have 2 axes", {"table": "image", "to": tmp_path / "o.parquet"}),
         (ArgumentError, "export has no option 'queue_dept'", {"queue_dept": 3}),
         (ArgumentError, "dtype must be one of NumPy's", {"dtype": "float33"}),
+        (ArgumentError, "does not hold every value", {"dtype": str}),
+        (ArgumentError, "does not hold every value", {"dtype": object}),
+        (ArgumentError, "does not hold every value", {"dtype": "m8"}),
         (BudgetError, "too small", {"memory": "1KiB"}),
     ):
         with pytest.raises(error, match=words):
@@ -158,6 +161,18 @@ def test_a_corrupt_page_leaves_no_file(
     with pytest.raises(CorruptionError):
         featstore.export(bad, "x", tmp_path / f"o.{kind}")
     assert os.listdir(tmp_path) == []
+
+
+def test_chunks_of_zarr_are_within_the_memory(store: Path, tmp_path: Path) -> None:
+    import zarr
+
+    small = featstore.export(store, "image", tmp_path / "small.zarr", memory="2MiB")
+    large = featstore.export(store, "image", tmp_path / "large.zarr")
+    arrays = [zarr.open_array(path, mode="r") for path in (small, large)]
+    np.testing.assert_array_equal(arrays[0][...], arrays[1][...])
+    chunk_bytes = [int(np.prod(one.chunks)) * one.dtype.itemsize for one in arrays]
+    assert chunk_bytes[0] < 2**20
+    assert all(size <= 8 << 20 for size in chunk_bytes)
 
 
 def test_the_zarr_array_has_rows_in_the_order_on_disk(store: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,12 +200,62 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
         ("p1,0.5\np2,1.5\n", "column 0 holds text"),
         ("a,b\n1.5,2.5,3.5\n", "names 2 columns, the second has 3"),
         ("0,1.5\n1,2.5\n2,0.5\n", "'0' looks like the ids"),
+        ("1.5,NA,2.5\n1.0,2.0,3.0\n", "first line has 'NA', and may be a row that lacks a number"),
+        ("1,,2\n1,2,3\n", "first line has ''"),
+        ("-,?,null\n1,2,3\n", "first line has '-'"),
+        ("1.5,b,2.5\n1.0,2.0,3.0\n", "first line has 'b'"),
+        ("1.5\n\n3\n", "an empty cell in rows"),
+        ("a\n1.5\n\n3\n", "an empty cell in rows"),
     ],
 )
-def test_first_lines_of_text(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize("arrow", [True, False])
+def test_first_lines_of_text(
+    tmp_path: Path, text: str, message: str, arrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not arrow:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.csv").write_text(text)
-    with pytest.raises(SourceError, match=message):
-        open_rows(tmp_path / "x.csv")
+    with pytest.raises(SourceError, match=re.escape(message)):
+        rows_of(open_rows(tmp_path / "x.csv"))
+
+
+@pytest.mark.parametrize("arrow", [True, False])
+def test_lines_that_are_no_rows_of_one_column(
+    tmp_path: Path, arrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the file; and where pandas has written its index."""
+    if not arrow:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "x.csv").write_text("a\n" + "1.5\n" * 3000 + "2.5\n\n\n")
+    assert rows_of(open_rows(tmp_path / "x.csv")).tolist() == [[1.5]] * 3000 + [[2.5]]
+    (tmp_path / "x.csv").write_text(",0,1\n0,1.5,2\n1,2.5,3\n")
+    assert rows_of(open_rows(tmp_path / "x.csv", columns=[1, 2])).tolist() == [[1.5, 2], [2.5, 3]]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])
+def test_a_column_that_is_named_twice(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"x.{kind}"
+    table = pa.table({"a": [1.5, 2.5], "b": [3.5, 4.5]})
+    if kind == "csv":
+        path.write_text("a,b\n1.5,3.5\n2.5,4.5\n")
+    elif kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    for columns in (["a", "b", "a"], ["a", 0], ["b", "b"]):
+        with pytest.raises(SourceError, match="more than once"):
+            open_rows(path, columns=columns)
+
+
+def test_text_without_names_has_a_number_everywhere(tmp_path: Path) -> None:
+    """As OGB's files are known to have none."""
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for text in ("1,NA,2\n1,2,3\n", "a,b,c\n1,2,3\n"):
+        (folder / "node-feat.csv.gz").write_bytes(gzip.compress(text.encode()))
+        with pytest.raises(SourceError, match="may be a row that lacks a number"):
+            open_rows(tmp_path)
 
 
 def test_a_mark_at_the_start_of_text_is_no_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,11 +155,13 @@ def test_sort_with_ids_is_its_twin(values: list[int], seed: int) -> None:
     assert list(zip(array.tolist(), ids.tolist(), strict=True)) == expected
 
 
-def parse_model(text: bytes, a: int, b: int) -> list[tuple[int, int]]:
+def parse_model(text: bytes, a: int, b: int, tabs: bool = False) -> list[tuple[int, int]]:
     """Python twin of the text kernel, for well-formed text."""
     pairs = []
     for line in text.split(b"\n"):
         cells = line.replace(b",", b" ").replace(b";", b" ").split()
+        if tabs and line.strip():
+            cells = line.strip(b" \r").split(b"\t")
         if cells and not cells[0].startswith((b"#", b"%")):
             pairs.append((int(cells[a]), int(cells[b])))
     return pairs
@@ -177,9 +179,40 @@ def test_text_kernel_against_python(
 ) -> None:
     text = end.join(between.join(map(str, row)) for row in rows).encode()
     a, b = np.zeros(len(rows) + 1, np.int64), np.zeros(len(rows) + 1, np.int64)
-    pairs, bad = parse_pairs(np.frombuffer(text, np.uint8), columns[0], columns[1], a, b)
-    assert bad == -1
-    assert list(zip(a[:pairs].tolist(), b[:pairs].tolist())) == parse_model(text, columns[0], columns[1])
+    for tabs in {False, between == "\t"}:
+        pairs, bad = parse_pairs(np.frombuffer(text, np.uint8), columns[0], columns[1], tabs, a, b)
+        assert bad == -1
+        model = parse_model(text, columns[0], columns[1], tabs)
+        assert list(zip(a[:pairs].tolist(), b[:pairs].tolist())) == model
+
+
+def test_text_between_tabs_is_one_cell(tmp_path: Path) -> None:
+    path = tmp_path / "edges.tsv"
+    path.write_text("name\tsource\ttarget\nSmith, 3 J\t1\t2\n\t 2 \t0\r\n#\t5\t6\n\nx\t0\t1\tmore 7\n")
+    with pytest.warns(FeatstoreWarning, match="name"):
+        graph = open_graph(path, nodes=3)
+    check(graph, np.array([[1, 2, 0], [2, 0, 1]]), nodes=3)
+
+
+@pytest.mark.parametrize("line", ["1\t\t2005", "\t1\t2", "1 2\t3", "1,2\t3", "1"])
+def test_an_empty_cell_between_tabs_is_no_cell_further_on(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "edges.txt"
+    for first in ("src\tdst\tyear", "0\t1\t2004"):
+        path.write_text(f"{first}\n5\t6\t2004\n{line}\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FeatstoreWarning)
+            with pytest.raises(SourceError, match=r"line 3 .*columns 1 and 2"):
+                open_graph(path)
+
+
+@pytest.mark.parametrize("header", [b"", b"src,dst\n", b"# a comment\n"])
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+def test_a_mark_at_the_start_of_edges_is_no_header(tmp_path: Path, header: bytes, suffix: str) -> None:
+    path, text = tmp_path / f"edges{suffix}", b"\xef\xbb\xbf" + header + b"0,1\n1,2\n2,0\n"
+    path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+    check(open_graph(path, nodes=3), np.array([[0, 1, 2], [1, 2, 0]]), nodes=3)
+    with pytest.raises(SourceError, match=f"line {2 + bool(header)} goes from node 1 to 2"):
+        open_graph(path, nodes=2)
 
 
 @pytest.mark.parametrize(

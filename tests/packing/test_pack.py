@@ -157,6 +157,26 @@ def test_casts_are_numpys_and_are_reported(tmp_path, name, source):
         assert told["underflowed"] == (1 if floating and name == "float16" else 0)
 
 
+def test_a_cast_from_one_half_to_the_other_is_reported(tmp_path):
+    values = np.array([[1, 70000.0], [3e38, 1e-30], [np.inf, 2]], np.float32).astype(bfloat16())
+    with pytest.warns(FeatstoreWarning, match="are too large"):
+        store = featstore.pack(tmp_path / "s", values, dtype="float16")
+    told = store.tables["features"].entry.statistics
+    assert (told["overflowed"], told["underflowed"], told["inf"]) == (2, 1, 1)
+
+
+def test_options_may_be_numbers_of_numpy(tmp_path):
+    options = {"seed": np.int64(1), "partitions": np.int32(4), "hubs": np.float32(0.5)}
+    with featstore.pack(
+        tmp_path / "s", X, graph=ring_graph(), order="ldg", topology=np.bool_(True), edge_ids=np.bool_(True),
+        **options,
+    ) as store:  # fmt: skip
+        assert len(store.tables["features"].partition_offsets) == 5
+        assert store.graphs["features"].has_edge_ids
+    with featstore.pack(tmp_path / "t", X, graph=ring_graph(), topology=np.bool_(False)) as store:
+        assert not store.graphs
+
+
 def test_half_range_kernel_against_numpy():
     for dtype, infinity in ((np.dtype(np.float16), 0x7C00), (bfloat16(), 0x7F80)):
         bits = np.concatenate(

@@ -7,6 +7,7 @@ import gzip
 import sys
 import warnings
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from featstore.errors import DeviceError, FeatstoreWarning, SourceError
+import featstore
+from featstore.errors import DeviceError, FeatstoreWarning, IdError, SourceError
 from featstore.packing.sources.base import FileReader
 from featstore.packing.sources.opening import (
     FeatureSource,
@@ -629,6 +631,63 @@ def test_iterators() -> None:
     assert_same(rows_of(source, 2, 5), model[2:])
     with pytest.raises(SourceError, match="one-shot"):
         source.blocks(0, 5)
+
+
+class GoesOn:
+    """Goes on with a generator, whoever begins to go through it."""
+
+    def __init__(self, parts: Any) -> None:
+        self._parts = iter(parts)
+
+    def __iter__(self) -> Any:
+        yield from self._parts
+
+
+class Stored(GoesOn):
+    def __iter__(self) -> Any:
+        return self._parts
+
+
+class Raising(Sequence):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 1:
+            raise IdError("not this one")
+        return np.zeros((2, 2), np.float32)
+
+
+@pytest.mark.parametrize("kind", [GoesOn, Stored])
+def test_what_stands_around_a_generator_is_gone_through_once_and_whole(kind: Any, tmp_path: Path) -> None:
+    model = values((30, 3), "<f4")
+    parts = [model[:4], model[4:21], model[21:]]
+    source = open_rows(kind(parts))
+    assert_same(source.sample(2), model[:2])
+    assert_same(rows_of(source), model)
+    with pytest.raises(SourceError, match="does not begin it anew"):
+        rows_of(source)
+    with featstore.pack(tmp_path / "s", kind(parts)) as store, store.reader(memory="8MiB") as reader:
+        assert_same(reader.read(np.arange(30)), model)
+
+
+def test_a_pass_that_gives_fewer_rows_is_told() -> None:
+    class Shrinks:
+        parts = 3
+
+        def __iter__(self) -> Any:
+            self.parts -= 1
+            return iter([np.zeros((2, 2), np.float32)] * (self.parts + 1))
+
+    source = open_rows(Shrinks())
+    assert len(rows_of(source)) == 6
+    with pytest.raises(SourceError, match="4 rows come, and 6 came before"):
+        rows_of(source)
+
+
+def test_an_error_of_a_sequence_is_not_its_end() -> None:
+    with pytest.raises(IdError, match="not this one"):
+        rows_of(open_rows(Raising()))
 
 
 def test_iterators_refused() -> None:

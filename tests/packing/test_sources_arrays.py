@@ -13,6 +13,7 @@ import pytest
 import torch
 import zarr
 from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, SequentialSampler
 
 import featstore
 from featstore.errors import FeatstoreWarning, SourceError
@@ -279,11 +280,17 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         (Rows, {"sampler": [3, 3, 1]}),
         (Stream, {"drop_last": True}),
         (Stream, {"num_workers": 2}),
+        (Rows, {"batch_size": 1, "batch_sampler": [[3, 1], [0, 2]]}),
+        (
+            Rows,
+            {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(range(10)), 4, drop_last=True)},
+        ),
+        (Rows, {"num_workers": 2, "in_order": False}),
     ],
 )
 def test_loaders_that_do_not_give_all_in_order_are_refused(data: Any, options: dict[str, Any]) -> None:
     with pytest.raises(SourceError, match=r"row i would not be item i: make it with shuffle=False"):
-        open_rows(torch.utils.data.DataLoader(data(), batch_size=4, **options))
+        open_rows(torch.utils.data.DataLoader(data(), **{"batch_size": 4} | options))
     source = open_rows(torch.utils.data.DataLoader(Rows(), batch_size=4))
     assert np.concatenate([block.copy() for block in source.blocks()])[:, 0].tolist() == list(range(10))
 

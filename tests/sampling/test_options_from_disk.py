@@ -17,7 +17,7 @@ from processes import in_child
 import featstore
 from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
 from featstore.reader.graphs import read_whole
-from featstore.sampling import list_draws
+from featstore.sampling import list_draws, under_way
 from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.batches import GraphInMemory
 from featstore.sampling.links import LinkSampler, Negatives
@@ -137,6 +137,33 @@ def test_a_graph(
     if said["time_attr"] == "since" and said["subgraph_type"] != "bidirectional":
         assert ours.batch is not None
         assert (plain.arrays["since"][ours.node[ours.row]] <= times[ours.batch[ours.col]]).all()
+
+
+@pytest.mark.parametrize("said", [{}, {"weight_attr": "weights"}, {"time_attr": "times"}])
+def test_what_is_held_may_be_cut_for_any_scratch(
+    plain: featstore.Store, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is alone takes the room of what is held: also of lists that are being looked at."""
+    said = {"subgraph_type": "induced", "time_attr": None} | said
+    try_reserve, calls, cuts = under_way.UnderWayNow.try_reserve, 0, 0
+
+    def cutting(self: Any, one: Any, scratch_bytes: int) -> bool:
+        nonlocal calls, cuts
+        calls += 1
+        if calls % 3 == 0 and len(self._all) == 1 and self._held.memory_bytes:
+            self._held.cut(self._held.memory_bytes * 3 // 4)
+            cuts += 1
+        return try_reserve(self, one, scratch_bytes)
+
+    monkeypatch.setattr(under_way.UnderWayNow, "try_reserve", cutting)
+    named = NamedOptions(plain, plain.graphs["features"], said, seeds_have_times=True)
+    memory, seeds = GraphInMemory(plain.graphs["features"], [8], 5, True, named), seeds_of(1, 200, NODES)
+    times = times_of(said, seeds)
+    theirs = memory.sample(seeds, 0, seed_times=times)
+    for share in (1, 2, 3):
+        with plain.sampler([8], memory=f"{16 * share}MiB", seed=5, **said) as sampler:
+            assert_equal(sampler.sample(seeds, 0, seed_times=times), theirs)
+    assert cuts > 2
 
 
 @settings(max_examples=6, deadline=None)

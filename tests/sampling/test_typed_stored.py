@@ -141,9 +141,14 @@ def test_equals_the_sampler_in_memory(typed: Any, engine: str, replace: bool, sh
     assert held["unused"] >= 0
 
 
-def test_edges_and_their_reverse(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "order",
+    [{}, {one: dict.fromkeys(("paper", "author"), of) for one, of in (("order", "ldg"), ("partitions", 5))}],
+)
+def test_edges_and_their_reverse(tmp_path: Path, order: dict[str, Any]) -> None:
     options, fanouts = SamplingOptions(subgraph="bidirectional"), [4, 3]
-    with packed(tmp_path / "s", NODES, {WRITES: 9000, CITES: 9000, WRITTEN: 8000}, 2, edge_ids=True) as store:
+    edges = {WRITES: 9000, CITES: 9000, WRITTEN: 8000}
+    with packed(tmp_path / "s", NODES, edges, 2, edge_ids=True, **order) as store:
         memory = TypedInMemory(store, "author", fanouts, options=options)
         with TypedStoredSampler(store, "author", fanouts, memory="16MiB", options=options) as sampler:
             sampler._held.cut(0)

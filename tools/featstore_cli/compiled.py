@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
-from featstore_cli.options import SIZE, settings
+from featstore_cli.options import SIZE, is_given, settings
 from featstore_cli.output import facts, print_json, progress, seconds_text, show, table
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,10 +72,7 @@ def check_alone(trace: Path | None, own: dict[str, Any], given: dict[str, Any]) 
         if not given["features"] and not given["nodes"]:
             raise click.UsageError("give --features to pack a store, or --trace to compile a trace for one")
         return
-    context = click.get_current_context()
-    for name in _OF_A_PACK:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            given = given | {name: True}
+    given = given | {name: True for name in _OF_A_PACK if is_given(name)}
     for name, values in given.items():
         if values and not (name == "order" and values == ("auto",)):
             raise click.UsageError(

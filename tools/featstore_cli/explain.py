@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from featstore.base.environment import MEMORY
-from featstore_cli.options import SIZE, chosen_table, engine_option, json_option, read_ids, shared_options
+from featstore_cli.options import (
+    SIZE,
+    chosen_table,
+    engine_option,
+    is_given,
+    json_option,
+    read_ids,
+    shared_options,
+)
 from featstore_cli.output import facts, print_json, rate_text, remark, seconds_text, show
 
 
@@ -55,6 +63,8 @@ def command(
     take."""
     if ids is not None and count is not None:
         raise click.UsageError("--ids and --random contradict each other")
+    if ids is not None and is_given("seed"):
+        raise click.UsageError("--seed is of --random, and --ids gives the ids")
     import featstore
 
     with featstore.open(store) as opened:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from featstore_cli.options import SIZE, json_option, shared_options
+from featstore_cli.options import SIZE, is_given, json_option, shared_options
 from featstore_cli.output import facts, print_json, progress, remark, seconds_text, show, table
 
 _RUN_BYTES_MAX = 2**24
@@ -62,6 +62,8 @@ def command(
 
     if (train or graph) and not orders:
         raise click.UsageError("--train and --graph go with --orders")
+    if is_given("memory") and not orders and html is None:
+        raise click.UsageError("--memory goes with --orders and --html")
     if (stats or overwrite) and html is None:
         raise click.UsageError("--stats and --overwrite go with --html")
     if html is not None and not as_json:

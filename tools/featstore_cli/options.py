@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -179,6 +180,11 @@ def chosen_table(store: Any, name: str | None) -> Any:
     if name not in store.tables:
         raise click.BadParameter(f"the store has no table {name!r}; it has {known}", param_hint="--table")
     return store.tables[name]
+
+
+def is_given(name: str) -> bool:
+    """Whether an option is on the command line, whatever its value."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def read_ids(path: Path) -> Any:

@@ -105,7 +105,7 @@ class PartitionsLoader(PrefetchingLoader):
     ) -> None:  # fmt: skip
         super().__init__(_StepStages())
         if not isinstance(passes, str) or passes != "auto":
-            passes = args.as_count(passes, "passes, unless 'auto',", 1, 2**31 - 1)
+            passes = args.as_count(passes, "passes, unless 'auto',", 1, 2**12)
         world_size = args.as_count(world_size, "world_size")
         keeps = device_of(device, device_memory, device_policy)
         device = keeps.devices[0] if keeps is not None else device

@@ -216,7 +216,8 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
         tensor, _ = load_tensor(path, key)
         edge_index = tensor_to_numpy(tensor, str(path))
         axis = edge_axis(edge_index.shape, str(path))
-        stream = ArrayEdges(edge_index.take(0, axis), edge_index.take(1, axis), str(path))
+        sources, targets = np.moveaxis(edge_index, axis, 0)  # views: the file is mapped
+        stream = ArrayEdges(sources, targets, str(path))
     elif key is not None:
         raise SourceError(
             f"{path}: a {suffix or 'plain'} file holds one list of edges, no {key!r}; leave key out"

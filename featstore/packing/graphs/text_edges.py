@@ -1,14 +1,16 @@
 """Edge lists in text, as streams like those of :mod:`featstore.packing.graphs.edges`.
 
 Text is parsed by a kernel on the bytes themselves: columns parted by comma, semicolon, tab or blanks; lines
-that begin with ``#`` or ``%`` are comments; columns beyond the two are passed over. A first line that does
-not begin with a number is a header, and if it names ``src``/``source``/``from`` and ``dst``/``target``/``to``
-these columns are taken.
+that begin with ``#`` or ``%`` are comments; columns beyond the two are passed over. Where a tab ends the
+first cell of all (of a ``.tsv``, any), each tab parts two columns, and nothing else does. A first line that
+does not begin with a number is a header, and if it names ``src``/``source``/``from`` and
+``dst``/``target``/``to`` these columns are taken.
 """
 
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,13 +26,15 @@ from featstore.packing.sources.lines import line_chunks
 
 @njit(cache=True, nogil=True)
 def parse_pairs(
-    text: NDArray[np.uint8], column_a: int, column_b: int, a: NDArray[np.int64], b: NDArray[np.int64]
-) -> tuple[int, int]:
-    """Integers of two columns of whole lines. Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed
-    line."""
+    text: NDArray[np.uint8], column_a: int, column_b: int, tabs: bool, a: NDArray[np.int64],
+    b: NDArray[np.int64],
+) -> tuple[int, int]:  # fmt: skip
+    """Integers of two columns of whole lines. ``tabs``: each tab parts two columns, and nothing else does.
+    Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed line."""
     pairs, at, size = 0, 0, text.size
+    tab, comma, semicolon, space = 9, 10 if tabs else 44, 10 if tabs else 59, 10 if tabs else 32  # they part
     while at < size:
-        while at < size and (text[at] == 32 or text[at] == 9 or text[at] == 13):
+        while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and not tabs)):
             at += 1
         if at < size and (text[at] == 35 or text[at] == 37 or text[at] == 10):
             while at < size and text[at] != 10:
@@ -49,8 +53,8 @@ def parse_pairs(
                     value = value * 10 + (text[at] - 48)
                     at += 1
                 if at == first or at - first > 19 or value < 0:  # beyond int64
-                    return pairs, first
-                if at < size and text[at] not in (9, 10, 13, 32, 44, 59):
+                    return pairs, min(first, size - 1)
+                if at < size and text[at] not in (10, 13, 32, tab, comma, semicolon):
                     return pairs, at
                 if column == column_a:
                     a[pairs] = -value if negative else value
@@ -58,16 +62,18 @@ def parse_pairs(
                     b[pairs] = -value if negative else value
                 found += 1
             else:
-                while at < size and text[at] not in (9, 10, 13, 32, 44, 59):
+                while at < size and text[at] not in (10, 13, tab, comma, semicolon, space):
                     at += 1
-            while at < size and (text[at] == 32 or text[at] == 9 or text[at] == 13):
+            while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and not tabs)):
                 at += 1
             if at >= size or text[at] == 10:
                 break
-            if text[at] == 44 or text[at] == 59:
+            if text[at] == comma or text[at] == semicolon or (text[at] == 9 and tabs):
                 at += 1
-                while at < size and (text[at] == 32 or text[at] == 9):
+                while at < size and (text[at] == 32 or (text[at] == 9 and not tabs)):
                     at += 1
+            elif tabs:
+                return pairs, at
             column += 1
         if found < 2:
             return pairs, min(at, size - 1)
@@ -84,6 +90,8 @@ class TextEdges:
         self._path = path
         self._columns = (0, 1)
         self._header_lines = 0
+        self._is_tsv = ".tsv" in path.suffixes
+        self._tabs, self._parted = False, rb"[,;\t ]+"
         for chunk, _ in self._chunks():
             self._read_header(chunk)
             break
@@ -94,11 +102,13 @@ class TextEdges:
             text = line.strip()
             if not text or text[:1] in b"#%":
                 continue
+            if b"\t" in text and (self._is_tsv or not re.search(rb"[,; ]", line.partition(b"\t")[0].strip())):
+                self._tabs, self._parted = True, rb" *\t *"
             if not re.match(rb"-?[0-9]", text):
                 self._header_lines = number + 1
                 names = [
-                    cell.strip(" \"'").lower()
-                    for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace"))
+                    cell.decode("utf-8", "replace").strip(" \"'").lower()
+                    for cell in re.split(self._parted, line.strip(b" \r"))
                 ]
                 ends = ends_of(names)
                 if ends is not None:
@@ -111,12 +121,14 @@ class TextEdges:
                         "where they are the first two"
                     )
                 return
-            cells = len([cell for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace")) if cell])
+            cells = len([cell for cell in re.split(self._parted, text) if cell])
             left_out(self.name, [f"column {k + 1}" for k in range(2, cells)])
             return
 
     def _chunks(self) -> Iterator[tuple[bytes, int]]:
-        return line_chunks(self._path)
+        return (
+            (chunk if line else chunk.removeprefix(BOM_UTF8), line) for chunk, line in line_chunks(self._path)
+        )
 
     def blocks(self, block_edges: int) -> Iterator[Edges]:
         """Runs of edges; see `EdgeStream`."""
@@ -127,7 +139,7 @@ class TextEdges:
             lines = chunk.count(b"\n", start) + 1
             sources, targets = np.empty(lines, dtype=np.int64), np.empty(lines, dtype=np.int64)
             text = np.frombuffer(chunk, dtype=np.uint8)[start:]
-            pairs, bad = parse_pairs(text, *self._columns, sources, targets)
+            pairs, bad = parse_pairs(text, *self._columns, self._tabs, sources, targets)
             if bad >= 0:
                 number = first_line + chunk.count(b"\n", 0, start + bad) + 1
                 line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")

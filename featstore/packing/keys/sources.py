@@ -105,7 +105,7 @@ def _of_path(path: Path) -> KeySource:
             "key a line"
         )
     try:
-        keys = load_given(path)
+        keys = load_given(path, mapped=True)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: cannot be read as an array of keys: {error}") from None
     return _of_array(keys, str(path), file_fingerprint("npy keys", path))

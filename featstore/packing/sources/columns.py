@@ -127,6 +127,9 @@ def choose_columns(
     else:
         given = [wanted] if isinstance(wanted, str | int) else list(wanted)
         taken = [_position(names, one, "columns", name) for one in given]
+        again = sorted({names[k] for k in taken if taken.count(k) > 1})
+        if again:
+            raise SourceError(f"{name}: columns= names {listed(again)} more than once; name each once")
     unusable = [k for k in taken if columns[k].kind == "other"]
     if unusable or not taken:
         raise SourceError(

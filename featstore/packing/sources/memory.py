@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.sequences import each_of
 from featstore.errors import SourceError
 from featstore.packing.sources.arrays import array_of, dense_tensor, tensor_to_numpy
 from featstore.packing.sources.base import FeatureSource, dtype_text, native_dtype, sample_crc32, to_native
@@ -166,24 +167,34 @@ class SparseRows(FeatureSource):
             yield rows
 
 
+_TORCHS = ("torch", "torchdata")  # whose ways of making mini-batches keep the order of their sampler
+
+
 def _check_whole_and_in_order(blocks: Any, name: str) -> None:
-    """Raise SourceError for a torch ``DataLoader`` that shuffles, samples, drops or repeats: row i would not
-    be item i."""
+    """Raise SourceError for a torch ``DataLoader`` that shuffles, samples, drops, repeats or overtakes: row i
+    would not be item i."""
     data = sys.modules.get("torch.utils.data")
     if data is None or not isinstance(blocks, data.DataLoader):
         return
     streams = isinstance(blocks.dataset, data.IterableDataset)
-    sampler = getattr(blocks.batch_sampler, "sampler", blocks.sampler)
+    batches = blocks.batch_sampler
+    sampler = blocks.sampler if batches is None else batches
+    if isinstance(batches, data.BatchSampler) and type(batches).__module__.split(".")[0] in _TORCHS:
+        sampler = batches.sampler
+    drop_last = blocks.drop_last or bool(getattr(batches, "drop_last", False))
+    in_order = getattr(blocks, "in_order", True) or blocks.num_workers < 2
     if (
         (streams and blocks.num_workers > 1)
         or not (streams or isinstance(sampler, data.SequentialSampler))
-        or blocks.drop_last
+        or not (streams or len(sampler) == len(blocks.dataset))
+        or drop_last
+        or not in_order
     ):
         raise SourceError(
-            f"{name}: a DataLoader with a {type(sampler).__name__}, drop_last={blocks.drop_last} and "
-            f"{blocks.num_workers} workers does not give each item once and in order, so row i would "
-            "not be item i: make it with shuffle=False, no sampler of its own, drop_last=False, and "
-            "at most one worker for an IterableDataset"
+            f"{name}: a DataLoader with a {type(sampler).__name__}, drop_last={drop_last}, "
+            f"in_order={in_order} and {blocks.num_workers} workers does not give each item once and in "
+            "order, so row i would not be item i: make it with shuffle=False, no sampler of its own, "
+            "drop_last=False, in_order=True, and at most one worker for an IterableDataset"
         )
 
 
@@ -194,7 +205,9 @@ class IteratorRows(FeatureSource):
     could be a row or a block of rows of one value each, so it is a SourceError that asks.
 
     A one-shot iterator (a generator) can be passed over once: a second `blocks` is a SourceError. A list of
-    blocks, or an object whose ``__iter__`` starts afresh each time, is replayable. Blocks larger than asked
+    blocks, or an object whose ``__iter__`` starts afresh each time, is replayable; one that only goes on,
+    as what stands around a generator does, is told by another first block, or another number of rows, and is
+    a SourceError then. Blocks larger than asked
     for are cut, single rows gathered, other blocks handed on as they are. A block of another row shape or
     dtype than the first is a SourceError that names it, and so is an end that does not match ``rows``, where
     that is given.
@@ -209,7 +222,7 @@ class IteratorRows(FeatureSource):
         name: str = "<iterator>",
     ) -> None:
         _check_whole_and_in_order(blocks, name)
-        iterator = iter(blocks)
+        iterator = iter(each_of(blocks))
         first = next(iterator, None)
         if first is None:
             raise SourceError(
@@ -217,11 +230,14 @@ class IteratorRows(FeatureSource):
             )
         replayable = iterator is not blocks
         block, single = _block_of(first, 0, row_shape, name)
-        held = GATHER_BYTES if single else 0 if replayable else block.nbytes
+        held = GATHER_BYTES if single else 0 if isinstance(blocks, list | tuple) else block.nbytes
         super().__init__(name, rows, block.shape[1:], block.dtype, held_bytes=held, replayable=replayable)
         self._given_row_shape = row_shape
         self._blocks_given = blocks
-        self._pending: Iterator[Any] | None = None if replayable else itertools.chain([first], iterator)
+        # what has been begun is gone on with: another iterator may have no first block any more
+        self._pending: Iterator[Any] | None = itertools.chain([first], iterator)
+        self._first_crc32 = sample_crc32(np.ascontiguousarray(block))
+        self._passed: int | None = None  # rows of a whole pass
 
     def fingerprint(self) -> dict[str, str | int]:
         """Only what is known: an iterator's rows cannot be told from another's before they are read."""
@@ -244,18 +260,26 @@ class IteratorRows(FeatureSource):
 
     def sample(self, rows: int) -> NDArray[Any]:
         """As `FeatureSource.sample`; what a one-shot iterator gave for it, it gives in the pass again."""
-        if self.replayable or self._pending is None:
+        if self._pending is None:
             return super().sample(rows)
-        first = next(self._pending)
-        self._pending = itertools.chain([first], self._pending)
-        block, _ = _block_of(first, 0, self._given_row_shape, self.name)
-        return to_native(block[:rows], self.dtype, owned=False)
+        items, found, count = [], [np.empty((0, *self.row_shape), self.dtype)], 0
+        for item in self._pending:
+            items.append(item)
+            block, _ = _block_of(item, len(items) - 1, self._given_row_shape, self.name)
+            if block.shape[1:] != self.row_shape or native_dtype(block.dtype, self.name) != self.dtype:
+                break  # which the pass tells of
+            found.append(to_native(block[: rows - count], self.dtype, owned=False))
+            count += len(found[-1])
+            if count == rows:
+                break
+        self._pending = itertools.chain(items, self._pending)
+        return np.concatenate(found)
 
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
-        if self.replayable:
-            return self._cut(iter(self._blocks_given), start, block_rows)
-        assert self._pending is not None
         pending, self._pending = self._pending, None
+        if pending is None:
+            assert self.replayable
+            pending = iter(each_of(self._blocks_given))
         return self._cut(pending, start, block_rows)
 
     def _cut(self, given: Iterator[Any], start: int, block_rows: int) -> Iterator[NDArray[Any]]:
@@ -269,6 +293,15 @@ class IteratorRows(FeatureSource):
                 f"{self.name}: ended after {done:,} rows, "
                 f"{self.rows if self.rows is not None else start:,} were promised"
             )
+        if self._passed not in (None, done):
+            raise self._goes_on(f"{done:,} rows come, and {self._passed:,} came before")
+        self._passed = done
+
+    def _goes_on(self, why: str) -> SourceError:
+        return SourceError(
+            f"{self.name}: {why}: going through it anew does not begin it anew, as what stands around a "
+            "generator does not; give a list, or an object whose __iter__ starts afresh each time"
+        )
 
     def _gathered(self, given: Iterator[Any], block_rows: int) -> Iterator[NDArray[Any]]:
         """The blocks, checked; single rows that follow one another as one block."""
@@ -277,6 +310,8 @@ class IteratorRows(FeatureSource):
         held = done = 0
         for number, item in enumerate(given):
             block, single = _block_of(item, number, self._given_row_shape, self.name)
+            if number == 0 and sample_crc32(np.ascontiguousarray(block)) != self._first_crc32:
+                raise self._goes_on("another first block comes than before")
             if block.shape[1:] != self.row_shape or native_dtype(block.dtype, self.name) != self.dtype:
                 raise SourceError(
                     f"{self.name}: block {number} has rows of shape {block.shape[1:]} and {block.dtype}, "

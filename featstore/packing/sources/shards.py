@@ -51,9 +51,11 @@ def shard_paths(spec: Any) -> list[Path] | None:
     if not glob.has_magic(str(path)) or is_there(path):
         return None
     found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    if not found:
-        raise SourceError(f"{path}: no file has such a name")
-    return _by_name([one for one in found if one.name[0] not in "._"], path)
+    shown = [one for one in found if one.name[0] not in "._"]
+    if not shown:
+        hidden = f", but for {len(found):,} that begin with . or _" if found else ""
+        raise SourceError(f"{path}: no file has such a name{hidden}")
+    return _by_name(shown, path)
 
 
 def _of_folder(path: Path) -> list[Path] | None:

@@ -202,7 +202,7 @@ class ColumnRows(FeatureSource):
     def _as_rows(self, batch: Any, row_shape: tuple[int, ...] | None, first: int) -> NDArray[Any]:
         """``[n, *row_shape]`` of a record batch. ``row_shape`` None: take the widths as they come."""
         columns: list[NDArray[Any]] = []
-        for name, column in zip(self._columns, batch.columns):
+        for name, column in zip(self._columns, batch.columns, strict=True):
             widths: list[int] = []
             while _is_list(column.type):
                 self._refuse_nulls(column, name, first)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import csv
 import gzip
+import re
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +43,7 @@ from featstore.packing.sources.lines import CSV_BLOCK_BYTES, CSV_LINE_BYTES_MAX,
 
 __all__ = ["CsvRows", "ogb_folder", "ogb_rows"]
 
+_MISSING = ("", "-", "?", "na", "n/a", "null", "none", "nil", "missing")  # what stands for no number
 _FLOAT64_WHOLE_MAX = 2.0**53  # from here on float64 itself does not tell neighbouring integers apart
 _SAY_DTYPE = "raw_dtype= (--raw-dtype)"
 
@@ -97,7 +100,7 @@ class CsvRows(FeatureSource):
                 lines = [file.readline(CSV_LINE_BYTES_MAX) for _ in range(2)]
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _bad_text(label, error) from error
-        described, self._skipped = _described(lines, header, label)
+        described, self._skipped = _described(lines, header, label, columns, id)
         self.chosen = choose_columns(described, columns, id, label)
         self._width = len(described)
         # A parser's block must hold whole lines. The shortest number is two bytes of text and becomes eight.
@@ -218,30 +221,43 @@ class CsvRows(FeatureSource):
         read = arrow_csv.ReadOptions(
             column_names=names, block_size=self._block_bytes, use_threads=False, skip_rows=self._skipped
         )
-        done = 0
+        # of one column an empty line is a row without a value
+        parse = arrow_csv.ParseOptions(ignore_empty_lines=self._width > 1)
+        done = ending = 0
         try:
             with open_text(self.path) as file:
                 source = arrow.PythonFile(file, mode="r")
-                for batch in arrow_csv.open_csv(source, read_options=read, convert_options=convert):
-                    for column in batch.columns:
-                        if column.null_count:
-                            raise SourceError(
-                                f"{self.name}: an empty cell in rows {done:,} to "
-                                f"{done + batch.num_rows - 1:,}"
-                            )
+                for batch in arrow_csv.open_csv(
+                    source, read_options=read, parse_options=parse, convert_options=convert
+                ):
+                    rows = batch.num_rows
+                    if self._width == 1 and rows:  # those that end the file are none
+                        there = np.flatnonzero(~batch.column(0).is_null().to_numpy(zero_copy_only=False))
+                        rows = int(there[-1]) + 1 if len(there) else 0
+                        if ending and rows:
+                            raise _empty_cell(self.name, done, done + ending - 1)
+                        ending += batch.num_rows - rows
+                        batch = batch.slice(0, rows)
+                    if any(column.null_count for column in batch.columns):
+                        raise _empty_cell(self.name, done, done + rows - 1)
                     yield np.stack([column.to_numpy() for column in batch.columns], axis=1)
-                    done += batch.num_rows
+                    done += rows
         except (arrow.ArrowException, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _bad_text(f"{self.name} after row {done:,}", error) from error
 
     def _parsed_by_numpy(self, columns: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-        done = 0
+        done = ending = 0
         try:
             with open_text(self.path) as file:
                 for _ in range(self._skipped):
                     file.readline()
                 while lines := file.readlines(self._block_bytes):
                     kept = [line.decode("utf-8-sig", "replace") for line in lines if line.strip()]
+                    if self._width == 1:  # an empty line is a row without a value, but at the end of the file
+                        last = max((k for k, line in enumerate(lines) if line.strip()), default=-1)
+                        if last >= 0 and (ending or len(kept) <= last):
+                            raise _empty_cell(self.name, done, done + ending + last)
+                        ending += len(lines) - 1 - last
                     if not kept:
                         continue
                     wrong = next(
@@ -251,20 +267,22 @@ class CsvRows(FeatureSource):
                     if wrong is not None:
                         why = f"{wrong.count(',') + 1} columns, {self._width} expected"
                         raise _bad_text(f"{self.name} after row {done:,}", why)
-                    yield np.loadtxt(
-                        kept,
-                        delimiter=",",
-                        dtype=dtype,
-                        ndmin=2,
-                        comments=None,
-                        quotechar='"',
-                        usecols=columns,
-                    )
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error", DeprecationWarning)  # 1.5 would be the integer 1
+                        values = np.loadtxt(
+                            kept, delimiter=",", dtype=dtype, ndmin=2, comments=None, quotechar='"',
+                            usecols=columns,
+                        )  # fmt: skip
+                    yield values
                     done += len(kept)
         except SourceError:
             raise
-        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (ValueError, DeprecationWarning, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _bad_text(f"{self.name} after row {done:,}", error) from error
+
+
+def _empty_cell(name: str, first: int, last: int) -> SourceError:
+    return SourceError(f"{name}: an empty cell in rows {first:,} to {last:,}")
 
 
 def _cells(line: bytes, name: str) -> list[str]:
@@ -278,8 +296,11 @@ def _cells(line: bytes, name: str) -> list[str]:
         raise _bad_text(name, error) from error
 
 
-def _described(lines: list[bytes], header: bool, name: str) -> tuple[list[Column], int]:
-    """The columns by the first two lines of a file, and how many lines to pass over."""
+def _described(
+    lines: list[bytes], header: bool, name: str, columns: Any, id: Any
+) -> tuple[list[Column], int]:
+    """The columns by the first two lines of a file, and how many lines to pass over. ``columns``, ``id``:
+    what the user says of them, which may tell that the first line has names."""
     first, second = _cells(lines[0], name), _cells(lines[1], name)
     numbers, after = [_is_number(cell) for cell in first], [_is_number(cell) for cell in second]
     counting = len(first) > 1 and first == [str(k) for k in range(len(first))]
@@ -296,6 +317,13 @@ def _described(lines: list[bytes], header: bool, name: str) -> tuple[list[Column
             "first line may be a row or names of columns; write a line of names before it, then say "
             "columns= and id="
         )
+    if first and (not header or _may_be_a_row(first, numbers, columns, id)):
+        cell = first[numbers.index(False)]
+        raise SourceError(
+            f"{name}: its first line has {cell!r}, and may be a row that lacks a number, or names of "
+            "columns: write a number there, or other names; or name one of them that is no number, columns= "
+            "or id="
+        )
     if not second or not any(after):
         raise SourceError(
             f"{name}: no line of comma-separated numbers at its start; check that this is the feature file"
@@ -308,6 +336,21 @@ def _described(lines: list[bytes], header: bool, name: str) -> tuple[list[Column
     return [
         Column(n, "number", "number") if ok else Column(n, "other", "text") for n, ok in zip(first, after)
     ], 1
+
+
+def _may_be_a_row(first: list[str], numbers: list[bool], columns: Any, id: Any) -> bool:
+    """Whether a first line that is not all of numbers may be a row that lacks some."""
+    told = [id, *([columns] if isinstance(columns, str | int) else columns or [])]
+    texts = {cell for cell, number in zip(first, numbers) if not number}
+    if texts & {one for one in told if isinstance(one, str)}:
+        return False
+    gaps = [cell for cell in texts if cell.lower() in _MISSING]
+    if gaps == [""] and not first[0] and all(cell.isdecimal() for cell in first[1:]):
+        # as pandas writes an index beside columns that are called by numbers
+        counting = first[1:] == [str(k) for k in range(len(first) - 1)]
+        return not (counting or any(one not in (None, ALL_COLUMNS) for one in told))
+    numeric = any(re.search(r"[.eE]", cell) for cell, number in zip(first, numbers) if number)
+    return (any(numbers) and (bool(gaps) or numeric)) or len(gaps) == len(texts) == len(set(first))
 
 
 def _is_number(cell: str) -> bool:

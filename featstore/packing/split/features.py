@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from featstore.arguments import as_callback, as_choice, as_path
+from featstore.arguments import as_callback, as_choice, as_flag, as_path
 from featstore.base.progress import watched
 from featstore.base.system import is_there
 from featstore.base.warning import warn
@@ -116,6 +116,7 @@ def split_features(
         hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite,
         as_callback(progress, "progress"), disk,
     )  # fmt: skip
+    edge_ids = None if edge_ids is None else as_flag(edge_ids, "edge_ids")
     values = {"weights": edge_weights, "times": edge_times}
     inputs = parse_inputs(
         features, graph, arrays, reading, numbered=edge_ids is not False,
@@ -187,7 +188,11 @@ def _default_partitions(inputs: Inputs, orders: Mapping[str, Any]) -> dict[str, 
 
 def _usable(name: str, source: FeatureSource) -> FeatureSource:
     """A source that can be passed over for each host. Raises SourceError."""
-    if source.rows is None or not source.replayable or (source.chosen is not None and source.chosen.id):
+    if (
+        source.rows is None
+        or not source.replayable
+        or (source.chosen is not None and source.chosen.id is not None)
+    ):
         raise SourceError(
             f"table {name!r} ({source.name}) cannot be split straight: its rows have to be counted, in the "
             "order of node ids, and read once for each host. Pack it, and split the store"
