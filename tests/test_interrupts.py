@@ -36,7 +36,7 @@ interrupted = finished = 0
 end = time.monotonic() + 2
 def read_once():
     global interrupted, finished
-    some = len(ids) if random.random() < 0.5 else 300  # of a buffer one piece, which who asks takes
+    some = len(ids) if random.random() < 0.5 else 200  # of a buffer one piece, which who asks takes
     out = np.zeros_like(wanted[:some])
     try:
         reader.read(ids[:some], out=out)

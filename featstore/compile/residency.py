@@ -275,6 +275,7 @@ def keep_min(
     for index in range(begin, batches):
         served(index)
     if begin and (cache.row_of_slot < 0).any():  # that end of the trace has too few different rows
+        del cache  # before there is another one
         cache = MinCache(len(first_use), capacity_rows, 2 * batches)
         for index in range(batches):
             served(index)

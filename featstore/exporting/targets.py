@@ -81,9 +81,11 @@ def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool)
     zarr = need_package("zarr", "zarr", f"{path}: writing this")
     if is_taken(path):  # a directory may hold what is not ours to remove
         raise StoreExistsError(f"{path} is there already: move it away, or export to another name")
-    first = next(blocks, None)  # all blocks have as many rows, but the last, and begin with a chunk
+    first = next(blocks, None)  # all blocks have as many rows, but the last
     together = 1 if first is None else len(first[2])
-    each = max(1, together // max(1, -(-together * exported.row_bytes // _CHUNK_BYTES)))
+    least = max(1, -(-together * exported.row_bytes // _CHUNK_BYTES))  # chunks of a block
+    chunks = next((count for count in range(least, 2 * least) if together % count == 0), least)
+    each = max(1, together // chunks)
     with _beside(path) as made:
         array = zarr.create_array(
             store=str(made), shape=exported.shape, dtype=exported.dtype, chunks=(each, *exported.row_shape)

@@ -205,13 +205,18 @@ def verify(target: Target, rng: Random) -> None:
 
 
 def inspect(target: Target, rng: Random) -> None:
+    _inspect(target, [*["--partitions"][: rng.integers(2)], *["--json"][: rng.random() < 0.9]])
+
+
+def inspect_plainly(target: Target, rng: Random) -> None:
+    _inspect(target, ["--json"][: rng.random() < 0.9])
+
+
+def _inspect(target: Target, options: list[str]) -> None:
     from featstore_cli.inspect import command
 
     with redirect_stdout(io.StringIO()):
-        command.main(
-            [str(target.path), *["--partitions"][: rng.integers(2)], *["--json"][: rng.random() < 0.9]],
-            standalone_mode=False,
-        )
+        command.main([str(target.path), *options], standalone_mode=False)
 
 
 # Compiled traces, traces, saved caches.
@@ -353,7 +358,7 @@ def unfinished(target: Target, rng: Random) -> None:
     """Look at what was stopped, without going on."""
     if (target.path / LOG_NAME).exists():
         how_far(target.path)
-    inspect(target, rng)
+    inspect_plainly(target, rng)
 
 
 def sweep(target: Target, rng: Random) -> None:
@@ -370,7 +375,7 @@ Use = Callable[[Target, Random], None]
 OF: dict[str, dict[Use, float]] = {
     "store": {look: 0.9, read: 0.6, sample: 0.6, mega: 0.5, orders: 0.6, verify: 0.12, inspect: 0.12},
     "pack": {train_compiled: 0.8, look: 0.8, verify: 0.12, inspect: 0.12},
-    "trace": {follow_trace: 1, compile_trace: 0.5, inspect: 0.2},
+    "trace": {follow_trace: 1, compile_trace: 0.5, inspect_plainly: 0.2},
     "cache": {warm: 1},
     "models": {plan: 1, plan_trace: 0.3, keep_model: 1},
     "state": {resume_compiled: 0.3, resume_online: 1, resume_mega: 0.5, resume_order: 1},

@@ -204,6 +204,9 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
         ("1,,2\n1,2,3\n", "first line has ''"),
         ("-,?,null\n1,2,3\n", "first line has '-'"),
         ("1.5,b,2.5\n1.0,2.0,3.0\n", "first line has 'b'"),
+        ("1,\\N,2\n1,2,3\n", "first line has '\\\\N'"),
+        (",0,1\n5,2,3\n", "first line has ''"),
+        ('a\n1.5\n""\n', "not comma-separated numbers"),
         ("1.5\n\n3\n", "an empty cell in rows"),
         ("a\n1.5\n\n3\n", "an empty cell in rows"),
     ],
@@ -230,6 +233,12 @@ def test_lines_that_are_no_rows_of_one_column(
     assert rows_of(open_rows(tmp_path / "x.csv")).tolist() == [[1.5]] * 3000 + [[2.5]]
     (tmp_path / "x.csv").write_text(",0,1\n0,1.5,2\n1,2.5,3\n")
     assert rows_of(open_rows(tmp_path / "x.csv", columns=[1, 2])).tolist() == [[1.5, 2], [2.5, 3]]
+    (tmp_path / "x.csv").write_text(",3,7\n0,1.5,2\n1,2.5,3\n")
+    assert rows_of(open_rows(tmp_path / "x.csv", columns=["3", "7"])).tolist() == [[1.5, 2], [2.5, 3]]
+    with pytest.raises(SourceError, match="may be a row that lacks a number"):
+        open_rows(tmp_path / "x.csv", columns=[1, 2])
+    (tmp_path / "x.csv").write_text("label,400.5,401\n0,1.5,2\n1,2.5,3\n")
+    assert rows_of(open_rows(tmp_path / "x.csv", id="label")).tolist() == [[1.5, 2], [2.5, 3]]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])

@@ -194,6 +194,25 @@ def test_text_between_tabs_is_one_cell(tmp_path: Path) -> None:
     check(graph, np.array([[1, 2, 0], [2, 0, 1]]), nodes=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("edges.txt", "\tsource target w\n0 1 5\n1 2 6\n2 0 7\n"),
+        ("edges.txt", "u\tv\t\n0\t1\n1\t2\n2\t0\n"),
+        ("edges.csv", "a,b\t\n0,1\n1,2\n2,0\n"),
+        ("edges.txt", "Source ID\tTarget ID\n0\t1\n1\t2\n2\t0\n"),
+        ("edges.txt", "0 1\t5\n1 2\t6\n2 0\t7\n"),
+        ("EDGES.TSV", "0\t1\n1\t2\n2\t0\n"),
+        ("edges.tsv", "name, title\tsource\ttarget\nA, B\t0\t1\nC\t1\t2\nD E\t2\t0\n"),
+    ],
+)
+def test_blanks_and_tabs_of_headers(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FeatstoreWarning)
+        check(open_graph(tmp_path / name, nodes=3), np.array([[0, 1, 2], [1, 2, 0]]), nodes=3)
+
+
 @pytest.mark.parametrize("line", ["1\t\t2005", "\t1\t2", "1 2\t3", "1,2\t3", "1"])
 def test_an_empty_cell_between_tabs_is_no_cell_further_on(tmp_path: Path, line: str) -> None:
     path = tmp_path / "edges.txt"

@@ -671,6 +671,20 @@ def test_what_stands_around_a_generator_is_gone_through_once_and_whole(kind: Any
         assert_same(reader.read(np.arange(30)), model)
 
 
+def test_a_generator_may_use_its_memory_again() -> None:
+    model = values((30, 3), "<f4")
+
+    def blocks() -> Any:
+        held = np.empty((3, 3), np.float32)
+        for low in range(0, 30, 3):
+            held[...] = model[low : low + 3]
+            yield held
+
+    source = open_rows(blocks())
+    assert_same(source.sample(7), model[:7])
+    assert_same(rows_of(source), model)
+
+
 def test_a_pass_that_gives_fewer_rows_is_told() -> None:
     class Shrinks:
         parts = 3

@@ -90,7 +90,7 @@ class TextEdges:
         self._path = path
         self._columns = (0, 1)
         self._header_lines = 0
-        self._is_tsv = ".tsv" in path.suffixes
+        self._is_tsv = ".tsv" in path.name.lower()
         self._tabs, self._parted = False, rb"[,;\t ]+"
         for chunk, _ in self._chunks():
             self._read_header(chunk)
@@ -102,14 +102,16 @@ class TextEdges:
             text = line.strip()
             if not text or text[:1] in b"#%":
                 continue
-            if b"\t" in text and (self._is_tsv or not re.search(rb"[,; ]", line.partition(b"\t")[0].strip())):
+            is_header, first_cell = not re.match(rb"-?[0-9]", text), line.partition(b"\t")[0].strip()
+            others = rb"[,;]" if is_header else rb"[,; ]"  # names may have blanks in them
+            if b"\t" in text and (self._is_tsv or not re.search(others, first_cell)):
                 self._tabs, self._parted = True, rb" *\t *"
-            if not re.match(rb"-?[0-9]", text):
+            if is_header:
                 self._header_lines = number + 1
-                names = [
-                    cell.decode("utf-8", "replace").strip(" \"'").lower()
-                    for cell in re.split(self._parted, line.strip(b" \r"))
-                ]
+                cells = re.split(self._parted, line.strip(b" \r") if self._tabs else text)
+                names = [cell.decode("utf-8", "replace").strip(" \"'").lower() for cell in cells]
+                while names and not names[-1]:
+                    names.pop()
                 ends = ends_of(names)
                 if ends is not None:
                     self._columns = ends
@@ -121,8 +123,8 @@ class TextEdges:
                         "where they are the first two"
                     )
                 return
-            cells = len([cell for cell in re.split(self._parted, text) if cell])
-            left_out(self.name, [f"column {k + 1}" for k in range(2, cells)])
+            count = len([cell for cell in re.split(self._parted, text) if cell])
+            left_out(self.name, [f"column {k + 1}" for k in range(2, count)])
             return
 
     def _chunks(self) -> Iterator[tuple[bytes, int]]:

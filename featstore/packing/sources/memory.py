@@ -236,7 +236,7 @@ class IteratorRows(FeatureSource):
         self._blocks_given = blocks
         # what has been begun is gone on with: another iterator may have no first block any more
         self._pending: Iterator[Any] | None = itertools.chain([first], iterator)
-        self._first_crc32 = sample_crc32(np.ascontiguousarray(block))
+        self._first_crc32 = sample_crc32(block)
         self._passed: int | None = None  # rows of a whole pass
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -260,18 +260,20 @@ class IteratorRows(FeatureSource):
 
     def sample(self, rows: int) -> NDArray[Any]:
         """As `FeatureSource.sample`; what a one-shot iterator gave for it, it gives in the pass again."""
-        if self._pending is None:
+        if self._pending is None or isinstance(self._blocks_given, list | tuple):
             return super().sample(rows)
-        items, found, count = [], [np.empty((0, *self.row_shape), self.dtype)], 0
+        items: list[Any] = []
+        found, count = [np.empty((0, *self.row_shape), self.dtype)], 0
         for item in self._pending:
+            block, _ = _block_of(item, len(items), self._given_row_shape, self.name)
             items.append(item)
-            block, _ = _block_of(item, len(items) - 1, self._given_row_shape, self.name)
             if block.shape[1:] != self.row_shape or native_dtype(block.dtype, self.name) != self.dtype:
                 break  # which the pass tells of
             found.append(to_native(block[: rows - count], self.dtype, owned=False))
             count += len(found[-1])
             if count == rows:
                 break
+            items[-1], found[-1] = block.copy(), found[-1].copy()  # what comes next may be in its memory
         self._pending = itertools.chain(items, self._pending)
         return np.concatenate(found)
 
@@ -310,13 +312,13 @@ class IteratorRows(FeatureSource):
         held = done = 0
         for number, item in enumerate(given):
             block, single = _block_of(item, number, self._given_row_shape, self.name)
-            if number == 0 and sample_crc32(np.ascontiguousarray(block)) != self._first_crc32:
-                raise self._goes_on("another first block comes than before")
             if block.shape[1:] != self.row_shape or native_dtype(block.dtype, self.name) != self.dtype:
                 raise SourceError(
                     f"{self.name}: block {number} has rows of shape {block.shape[1:]} and {block.dtype}, "
                     f"block 0 had {self.row_shape} and {self.dtype}; all blocks must agree"
                 )
+            if number == 0 and sample_crc32(block) != self._first_crc32:
+                raise self._goes_on("another first block comes than before")
             done += block.shape[0]
             if self.rows is not None and done > self.rows:
                 raise SourceError(

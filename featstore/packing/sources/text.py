@@ -43,7 +43,23 @@ from featstore.packing.sources.lines import CSV_BLOCK_BYTES, CSV_LINE_BYTES_MAX,
 
 __all__ = ["CsvRows", "ogb_folder", "ogb_rows"]
 
-_MISSING = ("", "-", "?", "na", "n/a", "null", "none", "nil", "missing")  # what stands for no number
+_MISSING = (
+    "",
+    "-",
+    ".",
+    "?",
+    "na",
+    "n/a",
+    "#n/a",
+    "#na",
+    "<na>",
+    "n.a.",
+    "\\n",
+    "null",
+    "none",
+    "nil",
+    "missing",
+)  # what stands for no number
 _FLOAT64_WHOLE_MAX = 2.0**53  # from here on float64 itself does not tell neighbouring integers apart
 _SAY_DTYPE = "raw_dtype= (--raw-dtype)"
 
@@ -216,7 +232,10 @@ class CsvRows(FeatureSource):
         # Only an empty cell would be a null, and for numbers that is an error below; "nan" and "NA" are not
         # nulls here.
         convert = arrow_csv.ConvertOptions(
-            column_types=dict.fromkeys(wanted, kind), null_values=[""], include_columns=wanted
+            column_types=dict.fromkeys(wanted, kind),
+            null_values=[""],
+            include_columns=wanted,
+            quoted_strings_can_be_null=self._width > 1,  # else what is quoted and empty is a line, too
         )
         read = arrow_csv.ReadOptions(
             column_names=names, block_size=self._block_bytes, use_threads=False, skip_rows=self._skipped
@@ -317,7 +336,7 @@ def _described(
             "first line may be a row or names of columns; write a line of names before it, then say "
             "columns= and id="
         )
-    if first and (not header or _may_be_a_row(first, numbers, columns, id)):
+    if first and (not header or _may_be_a_row(first, second, numbers, columns, id)):
         cell = first[numbers.index(False)]
         raise SourceError(
             f"{name}: its first line has {cell!r}, and may be a row that lacks a number, or names of "
@@ -338,17 +357,16 @@ def _described(
     ], 1
 
 
-def _may_be_a_row(first: list[str], numbers: list[bool], columns: Any, id: Any) -> bool:
-    """Whether a first line that is not all of numbers may be a row that lacks some."""
+def _may_be_a_row(first: list[str], second: list[str], numbers: list[bool], columns: Any, id: Any) -> bool:
+    """Whether a first line that is not all of numbers may be a row that lacks some. Names that the user says
+    tell that it has names; positions tell nothing."""
     told = [id, *([columns] if isinstance(columns, str | int) else columns or [])]
-    texts = {cell for cell, number in zip(first, numbers) if not number}
-    if texts & {one for one in told if isinstance(one, str)}:
+    if set(first) & {one for one in told if isinstance(one, str)}:
         return False
+    texts = {cell for cell, number in zip(first, numbers) if not number}
     gaps = [cell for cell in texts if cell.lower() in _MISSING]
-    if gaps == [""] and not first[0] and all(cell.isdecimal() for cell in first[1:]):
-        # as pandas writes an index beside columns that are called by numbers
-        counting = first[1:] == [str(k) for k in range(len(first) - 1)]
-        return not (counting or any(one not in (None, ALL_COLUMNS) for one in told))
+    if gaps == [""] and first == ["", *map(str, range(len(first) - 1))] and second[:1] == ["0"]:
+        return False  # as pandas writes its count of rows beside columns that have no names
     numeric = any(re.search(r"[.eE]", cell) for cell, number in zip(first, numbers) if number)
     return (any(numbers) and (bool(gaps) or numeric)) or len(gaps) == len(texts) == len(set(first))
 
