@@ -23,6 +23,8 @@ else:
     reader = store.reader(memory="2MiB", engine=sys.argv[2], static=None)
 ids = np.random.default_rng(0).integers(0, len(features), 20_000)
 wanted = features[ids]
+for some in (200, len(ids)):  # once before: what is interrupted is reading, not Numba
+    assert np.array_equal(reader.read(ids[:some]), wanted[:some])
 stop = begun = False
 def bother():
     while not begun:

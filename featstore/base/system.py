@@ -115,21 +115,37 @@ def submitted(pool: ThreadPoolExecutor, work: Callable[..., Result], *arguments:
         raise no_thread(error) from error
 
 
+class Turn:
+    """Who goes on with something: whoever takes it first. Asked again it says the same, so that nothing is
+    lost to an interrupt between the answer and what follows from it."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, str] = {}
+
+    def is_of(self, who: str) -> bool:
+        """Take it, unless another has."""
+        return self._taken.setdefault(0, who) == who
+
+
+POOL, CALLER = "pool", "caller"  # who takes turns
+
+
 def handed(
     pool: ThreadPoolExecutor, work: Callable[[], object], refused: Callable[[BaseException], object],
-    turn: threading.Lock,
+    turn: Turn,
 ) -> None:  # fmt: skip
-    """Have a pool do some work, or say why it does not, and never will: to ``refused``. Raises interrupts,
-    after that. ``turn``: is taken by who does it, or says so; where another has taken it, nobody does."""
+    """Have a pool do some work, or say why it does not, and never will: to ``refused``, which may be called
+    more than once. Raises interrupts, after that. ``turn``: where the CALLER has taken it, nobody does the
+    work."""
 
     def step() -> None:
-        if turn.acquire(blocking=False):
+        if turn.is_of(POOL):
             work()
 
     try:
         submitted(pool, step)
     except BaseException as error:
-        if turn.acquire(blocking=False):  # else a thread does it
+        if turn.is_of(CALLER):  # else a thread does it
             refused(error)
         if not isinstance(error, Exception):
             raise

@@ -143,13 +143,14 @@ class Request(Future[Any]):
         self.begin()
         self.close_piece(None, error)
 
-    def abandon(self) -> None:
+    def abandon(self, give_up: Callable[[], None] = lambda: None) -> None:
         """The caller is leaving with an exception: cancel, and come back only when nothing writes into
-        ``out`` any more."""
+        ``out`` any more. ``give_up`` ends what nobody else would; interrupted, it is called again."""
         while True:
             try:
                 if self.done():
                     return
+                give_up()
                 with self._lock:
                     if not self._begun and not self.done():
                         self.set_exception(CancelledError("the request was abandoned"))
@@ -201,17 +202,25 @@ def answered(result: Any) -> Request:
     return request
 
 
-def in_pieces(result: Any, open_pieces: Callable[[Request], None]) -> Request:
-    """A request that is done when all pieces are that ``open_pieces`` opens. What that raises is raised,
-    after
-    the pieces that were opened have been abandoned: nothing may write into rows that the caller has back."""
+def in_pieces(
+    result: Any, open_pieces: Callable[[Request], None],
+    give_up: Callable[[BaseException], None] = lambda error: None,
+) -> Request:  # fmt: skip
+    """A request that is done when all pieces are that ``open_pieces`` opens. What that raises is raised when
+    those that were opened have been abandoned: nothing may write into rows that the caller has back.
+    ``give_up`` ends those that nobody has begun, and may be called more than once."""
     request = Request(lambda: result)
     request.begin()
     try:
         open_pieces(request)
     except BaseException as error:
-        request.close_piece(None, error)
-        request.abandon()
+        failure = error
+
+        def end() -> None:
+            give_up(failure)
+            request.close_piece(None, failure)
+
+        request.abandon(end)
         raise
     request.close_piece(None, None)
     return request

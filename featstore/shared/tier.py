@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import shown
-from featstore.base.system import handed
+from featstore.base.system import CALLER, Turn, handed
 from featstore.base.threads import Permits, shut_down, thread_pool
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedError
@@ -134,14 +134,17 @@ class SharedTier(OwnedTier):
         limit.acquire()
         request, job = self._begin(ids, out, at, limit.release)
 
+        turn = Turn()
+
         def refused(error: BaseException) -> None:
             closed = type(error) is RuntimeError  # the pool takes nothing any more
             request.close_piece(job, ClosedError("the shared tier is closed") if closed else error)
 
         try:
-            handed(self._pool, partial(self._serve, job), refused, threading.Lock())
-        except BaseException:
-            request.abandon()
+            handed(self._pool, partial(self._serve, job), refused, turn)
+        except BaseException as error:
+            interrupt = error
+            request.abandon(lambda: refused(interrupt) if turn.is_of(CALLER) else None)
             raise
         return request
 

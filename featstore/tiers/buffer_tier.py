@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, check_options
 from featstore.base.called import called
-from featstore.base.system import handed
+from featstore.base.system import CALLER, Turn, handed
 from featstore.base.threads import Permits, shut_down, thread_pool
 from featstore.engine.request import Request, in_pieces
 from featstore.errors import BudgetError, CancelledError, ClosedError
@@ -98,8 +98,8 @@ class _Job:
         self.ids, self._out, self._at = ids, out, at
         self._ticket: Ticket | None = None
         self._cancelled = False
-        self.turn = threading.Lock()  # whoever takes it goes on with this piece, or ends it
-        self.on_end: Callable[[], None] = lambda: None
+        self.turn = Turn()  # whose it is to go on with this piece, or to end it
+        self.on_end: Callable[[], None] | None = None
 
     def begin(self) -> bool:
         """Take slots; whether all rows are there."""
@@ -127,8 +127,9 @@ class _Job:
         """May be called more than once."""
         if self._ticket is not None:
             self._ticket.release()
-        on_end, self.on_end = self.on_end, lambda: None
-        on_end()
+        if self.on_end is not None:
+            self.on_end()
+            self.on_end = None
         self._request.close_piece(self, error)
 
     def cancel(self) -> None:
@@ -142,7 +143,7 @@ class _Decision:
     """A piece of a request: the policies to go on with are chosen."""
 
     def __init__(self, request: Request) -> None:
-        self._request, self.turn = request, threading.Lock()
+        self._request, self.turn = request, Turn()
 
     def cancel(self) -> None:
         """Others go on with them, too."""
@@ -211,45 +212,42 @@ class BufferTier(OverSource):
     ) -> Request:
         self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
-        limit = self._under_way
+        limit, begun = self._under_way, list[_Job | _Decision]()
 
         def hand_over(request: Request) -> None:
             limit.acquire()
             request.add_done_callback(lambda _: limit.release())
-            self._hand_over(request, ids, filled, at)
+            self._hand_over(request, ids, filled, at, begun)
 
-        return in_pieces(filled, hand_over)
+        def give_up(error: BaseException) -> None:
+            for piece in begun:
+                if piece.turn.is_of(CALLER):
+                    piece.end(error)
+
+        return in_pieces(filled, hand_over, give_up)
 
     def _hand_over(
-        self,
-        request: Request,
-        ids: Mapping[str, Any],
-        filled: Mapping[str, Any],
-        at: Mapping[str, Any] | None,
-    ) -> None:
-        """Begin the pieces of a request."""
+        self, request: Request, ids: Mapping[str, Any], filled: Mapping[str, Any],
+        at: Mapping[str, Any] | None, begun: list[_Job | _Decision],
+    ) -> None:  # fmt: skip
+        """Begin the pieces of a request, which ``begun`` has before."""
         jobs = []
         for name, wanted in ids.items():
             for part in self._parts(name, len(wanted)):
                 rows, to = (filled[name][part], None) if at is None else (filled[name], at[name][part])
                 jobs.append(_Job(request, name, self._buffers[name], wanted[part], rows, to))
-        decision = _Decision(request) if self._choices.due else None
-        try:
-            if decision is not None:
-                request.open_piece(decision)
-                self._handed(self._taking, partial(self._decide, decision), decision)
-            for job in jobs:
-                request.open_piece(job)
-                if len(jobs) == 1:
-                    self._take(job, here=True)
-                else:
-                    self._handed(self._taking, partial(self._take, job), job)
-        except BaseException as error:  # an interrupt: what no thread has begun, none will
-            pieces: list[_Job | _Decision] = [*jobs, *([] if decision is None else [decision])]
-            for piece in pieces:
-                if piece.turn.acquire(blocking=False):
-                    piece.end(error)
-            raise
+        begun += jobs
+        if self._choices.due:
+            decision = _Decision(request)
+            begun.append(decision)
+            request.open_piece(decision)
+            self._handed(self._taking, partial(self._decide, decision), decision)
+        for job in jobs:
+            request.open_piece(job)
+            if len(jobs) == 1:
+                self._take(job, here=True)
+            else:
+                self._handed(self._taking, partial(self._take, job), job)
 
     def _take(self, job: _Job, here: bool = False) -> None:
         """Take slots, and have the rows copied out when they are there: by whoever asks (``here``), if they
@@ -268,7 +266,7 @@ class BufferTier(OverSource):
         if ready and here:
             job.copy_out()
         else:
-            job.turn = threading.Lock()
+            job.turn = Turn()
             self._handed(self._copying, job.copy_out, job)
 
     def _decide(self, decision: _Decision) -> None:

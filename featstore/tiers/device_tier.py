@@ -8,7 +8,6 @@ copied.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from featstore.base.buffers import empty_rows
 from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, is_tensor
+from featstore.base.system import CALLER, POOL, Turn
 from featstore.base.threads import Permits, Wake, Worker
 from featstore.base.transfers import Done, Transfer
 from featstore.engine.request import Request, in_pieces
@@ -143,17 +143,15 @@ class _Job:
         self.request, self.table, self.ids, self.places, self.asked = request, table, ids, places, asked
         self.ticket: DeviceTicket | None = None
         self.error: BaseException | None = None
-        self.cancelled = self._mine = False
-        self._free = threading.Lock()  # nobody has begun it
+        self.cancelled, self._turn = False, Turn()
 
     def claim(self) -> bool:
         """Whether it is for the thread of the devices to go on with it."""
-        self._mine = self._mine or self._free.acquire(blocking=False)
-        return self._mine
+        return self._turn.is_of(POOL)
 
     def end_unbegun(self, error: BaseException) -> None:
         """End it where that thread has not begun it; it never will."""
-        if self._free.acquire(blocking=False):
+        if self._turn.is_of(CALLER):
             self.cancelled = True
             self.request.close_piece(self, error)
 
@@ -217,39 +215,30 @@ class DeviceTier(OverSource):
         filled = self._new_rows(ids) if out is None else dict(out)
         # What the caller has asked of the device may use the memory of out.
         asked = None if out is None else self._transfer.mark()
-        limit = self._under_way
+        limit, pieces = self._under_way, list[tuple[_Job, Any]]()
 
         def hand_over(request: Request) -> None:
             limit.acquire()
             request.add_done_callback(lambda _: limit.release())
-            self._hand_over(request, ids, filled, at, asked)
-
-        return in_pieces(filled, hand_over)
-
-    def _hand_over(
-        self, request: Request, ids: Mapping[str, Any], filled: Mapping[str, Any],
-        at: Mapping[str, Any] | None, asked: Done | None,
-    ) -> None:  # fmt: skip
-        """Begin the pieces of a request."""
-        pieces = []
-        for name, wanted in ids.items():
-            step, target = self._step[name], self._target(filled[name], name)
-            for low in range(0, len(wanted), step):
-                part = slice(low, min(low + step, len(wanted)))
-                places = part if at is None else at[name][part]
-                pieces.append((_Job(request, name, wanted[part], places, asked), target))
-        try:
+            for name, wanted in ids.items():
+                step, target = self._step[name], self._target(filled[name], name)
+                for low in range(0, len(wanted), step):
+                    part = slice(low, min(low + step, len(wanted)))
+                    places = part if at is None else at[name][part]
+                    pieces.append((_Job(request, name, wanted[part], places, asked), target))
             for job, target in pieces:
                 request.open_piece(job)
                 self._todo.append((job, target))
-        except BaseException as error:  # an interrupt
-            for job, _ in pieces:
-                job.end_unbegun(error)
-            raise
-        finally:
             self._wake.set()
             if self._closed:
                 self._refuse()
+
+        def give_up(error: BaseException) -> None:
+            for job, _ in pieces:
+                job.end_unbegun(error)
+            self._wake.set()
+
+        return in_pieces(filled, hand_over, give_up)
 
     def _new_rows(self, ids: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         with self._transfer.within():  # memory that nothing else is asked of the device for
