@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, Protocol
 
 from featstore.arguments import as_number
@@ -175,24 +176,26 @@ class Request(Future[Any]):
         """A piece, or with None the planning, has ended; the last one completes the request. Of one that has
         ended already, or was never begun, nothing follows."""
         with self._lock:
-            if piece not in self._pieces:
-                return
-            self._pieces.remove(piece)
-            if error is not None and self._error is None:
-                self._error = error
-            if self._pieces:
+            if piece in self._pieces:
+                self._pieces.remove(piece)
+                if error is not None and self._error is None:
+                    self._error = error
+            if self._pieces or self.done():
                 return
         if self._error is None and self._cancelled:
             self._error = CancelledError(
                 "the request was cancelled; submit it again where its rows are wanted"
             )
-        if self._error is not None:
-            self.set_exception(self._error)
-            return
-        try:
-            self.set_result(self._finish())
-        except Exception as failure:
-            self.set_exception(failure)
+        with suppress(InvalidStateError):  # who was interrupted here comes again
+            if self._error is not None:
+                self.set_exception(self._error)
+                return
+            try:
+                made = self._finish()
+            except Exception as failure:
+                self.set_exception(failure)
+            else:
+                self.set_result(made)
 
 
 def answered(result: Any) -> Request:
@@ -213,6 +216,7 @@ def in_pieces(
     request.begin()
     try:
         open_pieces(request)
+        request.close_piece(None, None)
     except BaseException as error:
         failure = error
 
@@ -222,7 +226,6 @@ def in_pieces(
 
         request.abandon(end)
         raise
-    request.close_piece(None, None)
     return request
 
 

@@ -91,8 +91,9 @@ def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool)
             store=str(made), shape=exported.shape, dtype=exported.dtype, chunks=(each, *exported.row_shape)
         )
         array.attrs["featstore"] = {"table": exported.name}
-        at = 0
-        for _, _, rows in () if first is None else chain([first], blocks):
+        at, all_blocks = 0, iter(()) if first is None else chain([first], blocks)
+        del first
+        for _, _, rows in all_blocks:
             array[at : at + len(rows)] = rows
             at += len(rows)
 

@@ -237,6 +237,9 @@ def test_lines_that_are_no_rows_of_one_column(
     assert rows_of(open_rows(tmp_path / "x.csv", columns=["3", "7"])).tolist() == [[1.5, 2], [2.5, 3]]
     with pytest.raises(SourceError, match="may be a row that lacks a number"):
         open_rows(tmp_path / "x.csv", columns=[1, 2])
+    (tmp_path / "x.csv").write_text("0,NA,2.5\n1,3.5,4.5\n")
+    with pytest.raises(SourceError, match="may be a row that lacks a number"):
+        open_rows(tmp_path / "x.csv", id="0")
     (tmp_path / "x.csv").write_text("label,400.5,401\n0,1.5,2\n1,2.5,3\n")
     assert rows_of(open_rows(tmp_path / "x.csv", id="label")).tolist() == [[1.5, 2], [2.5, 3]]
 

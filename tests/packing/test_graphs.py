@@ -203,6 +203,10 @@ def test_text_between_tabs_is_one_cell(tmp_path: Path) -> None:
         ("edges.txt", "Source ID\tTarget ID\n0\t1\n1\t2\n2\t0\n"),
         ("edges.txt", "0 1\t5\n1 2\t6\n2 0\t7\n"),
         ("EDGES.TSV", "0\t1\n1\t2\n2\t0\n"),
+        ("edges.txt", "Target ID\tSource ID\n1\t0\n2\t1\n0\t2\n"),
+        ("edges.csv", "Source ID,Target ID,Weight\n0,1,5\n1,2,6\n2,0,7\n"),
+        ("edges.csv", "Weight; Target ID; Source ID\n5;1;0\n6;2;1\n7;0;2\n"),
+        ("edges.txt", "src dst\tweight\n0 1\t5\n1 2\t6\n2 0\t7\n"),
         ("edges.tsv", "name, title\tsource\ttarget\nA, B\t0\t1\nC\t1\t2\nD E\t2\t0\n"),
     ],
 )

@@ -685,6 +685,14 @@ def test_a_generator_may_use_its_memory_again() -> None:
     assert_same(rows_of(source), model)
 
 
+def test_what_lies_between_fields_makes_no_other_block() -> None:
+    whole = np.zeros(30, [("x", "f4"), ("noise", "i8"), ("y", "f4")])
+    whole["x"], whole["y"], whole["noise"] = np.arange(30) / 7, np.arange(30) % 4 / 3, np.arange(30) * 2**40
+    source = open_rows((whole[["x", "y"]][low : low + 3] for low in range(0, 30, 3)), shape=(-1,))
+    found = rows_of(source)
+    assert found.tobytes() == np.stack([whole["x"], whole["y"]], axis=1).tobytes()
+
+
 def test_a_pass_that_gives_fewer_rows_is_told() -> None:
     class Shrinks:
         parts = 3

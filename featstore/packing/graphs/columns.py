@@ -26,7 +26,7 @@ def left_out(name: str, what: Sequence[str]) -> None:
 def ends_of(names: Sequence[str]) -> tuple[int, int] | None:
     """Which of some columns are the source and the target of an edge: by name, or the only two, in their
     order unless one is named. None where that would be a guess."""
-    lower = [name.lower() for name in names]
+    lower = ["_".join(name.lower().split()) for name in names]
     source, target = (
         next((i for i, n in enumerate(lower) if n in known), None) for known in (SOURCE_NAMES, TARGET_NAMES)
     )

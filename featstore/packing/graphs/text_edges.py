@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.errors import SourceError
-from featstore.packing.graphs.columns import ends_of, left_out
+from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of, left_out
 from featstore.packing.graphs.edges import Edges
 from featstore.packing.sources.lines import line_chunks
 
@@ -82,6 +82,10 @@ def parse_pairs(
     return pairs, -1
 
 
+def _names(cells: list[bytes]) -> list[str]:
+    return [cell.decode("utf-8", "replace").strip(" \"'").lower() for cell in cells]
+
+
 class TextEdges:
     """Edges of a text file, gzipped or not."""
 
@@ -104,12 +108,16 @@ class TextEdges:
                 continue
             is_header, first_cell = not re.match(rb"-?[0-9]", text), line.partition(b"\t")[0].strip()
             others = rb"[,;]" if is_header else rb"[,; ]"  # names may have blanks in them
-            if b"\t" in text and (self._is_tsv or not re.search(others, first_cell)):
+            words = set(_names(first_cell.split())) if is_header else set()
+            both = bool(words & {*SOURCE_NAMES} and words & {*TARGET_NAMES})  # parted by blanks
+            if b"\t" in text and (self._is_tsv or not (both or re.search(others, first_cell))):
                 self._tabs, self._parted = True, rb" *\t *"
+            elif is_header and re.search(rb"[,;]", text):
+                self._parted = rb"\s*[,;]\s*"
             if is_header:
                 self._header_lines = number + 1
                 cells = re.split(self._parted, line.strip(b" \r") if self._tabs else text)
-                names = [cell.decode("utf-8", "replace").strip(" \"'").lower() for cell in cells]
+                names = _names(cells)
                 while names and not names[-1]:
                     names.pop()
                 ends = ends_of(names)

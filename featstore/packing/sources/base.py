@@ -254,6 +254,10 @@ def sample_crc32(array: NDArray[Any], samples: int = 64) -> int:
     if array.shape[0]:
         for row in np.linspace(0, array.shape[0] - 1, num=min(samples, array.shape[0])).astype(np.int64):
             picked = array[row : row + 1]
+            if picked.dtype.names:  # what lies between fields is anything
+                from numpy.lib.recfunctions import repack_fields
+
+                picked = repack_fields(picked, recurse=True)
             if picked.nbytes > SAMPLE_ROW_BYTES:  # a row of an edge_index is half of the graph
                 picked = picked.reshape(-1)[:: picked.size * picked.itemsize // SAMPLE_ROW_BYTES + 1]
             crc = zlib.crc32(bytes_of(np.ascontiguousarray(picked)).tobytes(), crc)

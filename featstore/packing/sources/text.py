@@ -361,7 +361,8 @@ def _may_be_a_row(first: list[str], second: list[str], numbers: list[bool], colu
     """Whether a first line that is not all of numbers may be a row that lacks some. Names that the user says
     tell that it has names; positions tell nothing."""
     told = [id, *([columns] if isinstance(columns, str | int) else columns or [])]
-    if set(first) & {one for one in told if isinstance(one, str)}:
+    numbered = {str(k) for k in range(len(first))}  # as columns without names are called
+    if set(first) & {one for one in told if isinstance(one, str)} - numbered:
         return False
     texts = {cell for cell, number in zip(first, numbers) if not number}
     gaps = [cell for cell in texts if cell.lower() in _MISSING]
