@@ -55,6 +55,7 @@ NOT_CALLED = {
     "Request": "made by Reader.submit",
     "Table": "made by a store",
     "StoredGraph": "made by a store",
+    "Request.abandon": "called by the reader",
     "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader",
     "Request.answer": "called by the reader",
