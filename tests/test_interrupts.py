@@ -6,8 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 import featstore
 
 #: An event would not do: interrupted in ``set``, it keeps its lock.
@@ -73,15 +71,18 @@ print("interrupted" if interrupted else "never", flush=True)
 """
 
 
-@pytest.mark.parametrize("over", ["", "buffer"])
-def test_interrupts_leave_the_reader_whole(
-    store: featstore.Store, features, engine: str, over: str, tmp_path
-) -> None:
-    if over and engine != "uring":
-        pytest.skip("the engine below makes no difference")
+def check_interrupts(store: featstore.Store, features, kind: str, folder) -> None:
     import numpy as np
 
-    np.save(tmp_path / "x.npy", features)
-    arguments = [sys.executable, "-c", PROGRAM, str(store.path), over or engine, str(tmp_path / "x.npy")]
+    np.save(folder / "x.npy", features)
+    arguments = [sys.executable, "-c", PROGRAM, str(store.path), kind, str(folder / "x.npy")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=90)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr[-2000:]
+
+
+def test_interrupts_leave_the_reader_whole(store: featstore.Store, features, engine: str, tmp_path) -> None:
+    check_interrupts(store, features, engine, tmp_path)
+
+
+def test_interrupts_leave_a_buffer_over_it_whole(store: featstore.Store, features, tmp_path) -> None:
+    check_interrupts(store, features, "buffer", tmp_path)

@@ -174,7 +174,7 @@ class Request(Future[Any]):
 
     def close_piece(self, piece: UnderWay | None, error: BaseException | None) -> None:
         """A piece, or with None the planning, has ended; the last one completes the request. Of one that has
-        ended already, or was never begun, nothing follows."""
+        ended already, or was never begun, nothing follows, but an end that an interrupt broke off."""
         with self._lock:
             if piece in self._pieces:
                 self._pieces.remove(piece)

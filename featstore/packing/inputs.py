@@ -305,9 +305,8 @@ def identity(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return {str(k): identity(part) for k, part in value.items()}
     names = getattr(value, "column_names", None) or getattr(value, "columns", None)
-    if (
-        names is not None and hasattr(value, "__getitem__") and len(set(names)) == len(names)
-    ):  # a frame: column by column, without a copy
+    # a frame: column by column, without a copy
+    if names is not None and hasattr(value, "__getitem__") and len(set(names)) == len(names):
         return {str(k): identity(value[k]) for k in names}
     try:
         array = np.asarray(value.detach().cpu() if is_tensor(value) else value)

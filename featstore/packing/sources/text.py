@@ -43,23 +43,9 @@ from featstore.packing.sources.lines import CSV_BLOCK_BYTES, CSV_LINE_BYTES_MAX,
 
 __all__ = ["CsvRows", "ogb_folder", "ogb_rows"]
 
-_MISSING = (
-    "",
-    "-",
-    ".",
-    "?",
-    "na",
-    "n/a",
-    "#n/a",
-    "#na",
-    "<na>",
-    "n.a.",
-    "\\n",
-    "null",
-    "none",
-    "nil",
-    "missing",
-)  # what stands for no number
+_MISSING = {  # what stands for no number
+    "", "-", ".", "?", "na", "n/a", "#n/a", "#na", "<na>", "n.a.", "\\n", "null", "none", "nil", "missing",
+}  # fmt: skip
 _FLOAT64_WHOLE_MAX = 2.0**53  # from here on float64 itself does not tell neighbouring integers apart
 _SAY_DTYPE = "raw_dtype= (--raw-dtype)"
 
