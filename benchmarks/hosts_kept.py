@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 import featstore
 from featstore.hosts.ahead import Ahead
-from featstore.hosts.massivegnn import Halo, HaloScores
+from featstore.hosts.halo import Halo
+from featstore.hosts.massivegnn import HaloScores
 from featstore.sampling.batches import RankedBatches, open_sampler
 from featstore.testing import ArraySource
 

@@ -93,11 +93,13 @@ def open_split(
     Args:
         path: what ``split`` made, of which this host's part is taken; or that part, with ``topology`` beside
             it.
-        memory: budget, of a process, for what knows the owners of nodes (1.03 bytes a node), for lines to
+        memory: budget, of a process, for what knows the owners of nodes (1.03 bytes a node, and where
+            topology is whole and rows have an order of their own 4 more while it is opened), for lines to
             other hosts, and for serving them: rows of high degree are kept in what is left, and where
             topology is split, too, up to half of it has this host's lists. Loaders have their own.
         timeout_seconds: a host that is not heard of, or does not answer, for so long is given up: PeerError
-            on all others.
+            on all others, as is a rank of a host whose ranks share a loader. Until all hosts have opened the
+            store it is three times as long, as they may come one after the other.
         topology: the directory of the topology, where it is elsewhere.
         reader: options of the reader that serves, see :class:`featstore.Reader`.
 

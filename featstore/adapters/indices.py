@@ -41,7 +41,7 @@ def row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
         return torch.arange(rows)
     if isinstance(index, slice):
         try:
-            return torch.arange(*index.indices(rows))
+            return torch.from_numpy(np.arange(*index.indices(rows)))
         except (TypeError, ValueError) as error:
             raise IdError(f"{index} is no slice of rows: {error}") from None
     if isinstance(index, int | np.integer):

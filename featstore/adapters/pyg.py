@@ -42,10 +42,10 @@ from featstore.adapters.indices import attribute_tensor, join, like_ids, row_ids
 from featstore.adapters.pyg_links import LinkNeighborLoader
 from featstore.adapters.pyg_loader import NeighborLoader
 from featstore.adapters.pyg_sampler import FeatstoreSampler
-from featstore.arguments import as_mapping, known_name, shown
+from featstore.arguments import as_count, as_mapping, known_name, shown
 from featstore.errors import ArgumentError, MissingPackageError, SourceError, UnknownNameError
 from featstore.sampling.neighbors import graph_arrays
-from featstore.storage.relations import is_edge_table, node_tables
+from featstore.storage.relations import feature_tables, is_edge_table
 
 try:
     import torch
@@ -85,14 +85,24 @@ def _tables_of(reader: Any) -> dict[str, Any]:
     return {name: reader.store.tables[name] for name in reader.tables}
 
 
+def _of_nodes(reader: Any) -> list[str]:
+    """The tables of a reader whose rows are features of nodes."""
+    if reader is None:
+        return []
+    if hasattr(reader, "store"):
+        known = feature_tables(reader.store)
+        return [name for name in reader.tables if name in known]
+    return [name for name in reader.tables if reader.table(name).of_nodes]
+
+
 class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
     """Rows of a store, and small arrays in memory, as a PyG ``FeatureStore``. Read-only.
 
     ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes
     are ``arrays``. ``tables``: which attribute is which table, ``{(group, attribute): table}`` with group
     None in homogeneous graphs; by default a table ``features`` is ``(None, "x")`` and any other table ``t``
-    of nodes is ``(t, "x")``. ``arrays``: further attributes held in memory and indexed there, such as
-    ``{(None, "y"): labels}``, each [nodes, ...].
+    of nodes that have features is ``(t, "x")``. ``arrays``: further attributes held in memory and indexed
+    there, such as ``{(None, "y"): labels}``, each [nodes, ...].
 
     PyG asks for all attributes by ids of nodes, in homogeneous graphs whatever their group. So SourceError is
     raised for attributes of one group with different numbers of rows, for those of edges without a group, and
@@ -125,7 +135,7 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
                     )
         known = _tables_of(reader)
         if tables is None:
-            tables = {((None if name == "features" else name), "x"): name for name in node_tables(known)}
+            tables = {((None if name == "features" else name), "x"): name for name in _of_nodes(reader)}
         for name in tables.values():
             known_name(name, sorted(known), "the store has no table")
         both = set(tables) & set(arrays or {})
@@ -246,13 +256,16 @@ class FeatstoreGraph(GraphStore):  # type: ignore[misc]
     """CSC arrays in memory as a PyG ``GraphStore``, the partner of :class:`FeatstoreFeatures`. Read-only.
 
     ``indptr``: int64[n + 1], ``indices``: int32 or int64 [e], the sources of the edges into each node.
-    ``edge_type``: None in a homogeneous graph, else PyG's (source, relation, target). Edges have no numbers
-    but their positions in ``indices``: what a sampler of PyG's over it calls ``e_id`` is such a position.
+    ``edge_type``: None in a homogeneous graph, else PyG's (source, relation, target); ``source_nodes``: how
+    many nodes the source's type has, where it is not that of the target, or PyG asks the feature store for
+    it. Edges have no numbers but their positions in ``indices``: what a sampler of PyG's over it calls
+    ``e_id`` is such a position. Raises SourceError, ArgumentError.
     """
 
     def __init__(
-        self, indptr: NDArray[Any], indices: NDArray[Any], edge_type: tuple[str, str, str] | None = None
-    ) -> None:
+        self, indptr: NDArray[Any], indices: NDArray[Any], edge_type: tuple[str, str, str] | None = None,
+        source_nodes: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         indptr, indices = graph_arrays(indptr, indices)
         if edge_type is not None and (
@@ -263,12 +276,22 @@ class FeatstoreGraph(GraphStore):  # type: ignore[misc]
             raise ArgumentError(
                 f"edge_type must be PyG's (source, relation, target) or None, not {shown(edge_type)}"
             )
-        self.__dict__.update(_indptr=indptr, _indices=indices, _edge_type=edge_type)
+        nodes = len(indptr) - 1
+        source_nodes = None if source_nodes is None else as_count(source_nodes, "source_nodes", 0)
+        if edge_type is None or edge_type[0] == edge_type[2]:
+            if source_nodes not in (None, nodes):
+                raise ArgumentError(
+                    f"source_nodes={source_nodes}: the edges join nodes of one type, of which indptr has "
+                    f"{nodes:,}; leave it out"
+                )
+            source_nodes = nodes
+        self.__dict__.update(
+            _indptr=indptr, _indices=indices, _edge_type=edge_type, _size=(source_nodes, nodes)
+        )
 
     def get_all_edge_attrs(self) -> list[EdgeAttr]:
         """The one edge type, in CSC layout."""
-        nodes = len(self._indptr) - 1
-        return [EdgeAttr(self._edge_type, EdgeLayout.CSC, size=(nodes, nodes))]
+        return [EdgeAttr(self._edge_type, EdgeLayout.CSC, size=self._size)]
 
     def _get_edge_index(self, edge_attr: EdgeAttr) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(row int64[e], colptr int64[n + 1]), copied; None for another edge type or layout."""

@@ -187,7 +187,7 @@ class LinkNeighborLoader:
                 else:
                     for kind in {self._type[0], self._type[2]}:
                         made[kind].pop("batch_size", None)
-                    put_links(made, batch.sample, self._type)
+                    put_links(made, batch, self._type)
                     for edge_type in self._unnumbered:
                         made[edge_type].pop("e_id", None)
                 del batch

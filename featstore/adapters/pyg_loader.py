@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.adapters.pyg_types import (
+    NO_TENSOR,
     canonical,
     numbered,
     typed_attached,
@@ -23,12 +24,14 @@ from featstore.adapters.pyg_types import (
     without_numbers,
 )
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
+from featstore.base.dtypes import dtype_from_name
 from featstore.base.environment import MEMORY
 from featstore.base.ids import plain_array
 from featstore.base.process import OneProcess
+from featstore.base.tensors import has_tensor, to_device
 from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
-from featstore.loaders.batch import Batch
+from featstore.loaders.batch import Batch, device_of_rows
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
 from featstore.sampling.minibatch import OF_LINKS
@@ -133,7 +136,7 @@ class NeighborLoader:
         self._unnumbered: list[Any] = []  # edge types whose edges have no numbers
         if data.edge_types and options.get("graph") is None:
             seeds = typed_seeds(data, input_nodes)
-            self._type, self._seeds, masked = seeds.node_type, seeds.ids, is_mask(data, input_nodes)
+            self._type, self._seeds, masked = seeds.node_type, seeds.ids, seeds.masked
             fanouts = canonical(fanouts)
             self._unnumbered = without_numbers(data, options.get("subgraph_type"))
             table = data.tables[seeds.node_type]
@@ -145,8 +148,8 @@ class NeighborLoader:
             if isinstance(num_neighbors, Mapping):
                 raise SourceError("num_neighbors by edge type is of a store with edge types; this has none")
             table = graph_of(data, options.get("graph")).table
-            given = self._seeds = seeds_of(data, input_nodes, table.rows)
-            masked = is_mask(data, input_nodes)
+            self._seeds, masked = seeds_of(data, input_nodes, table.rows)
+            given = self._seeds
             names, fanouts = attached(data, table.rows, attach, options), as_fanouts(num_neighbors)
             edges = edge_table_of(data, options.get("graph"), options.get("mode"))
         self.batch_size = batch_size
@@ -183,13 +186,15 @@ class NeighborLoader:
                 places = self._order[np.minimum(places, len(self._order) - 1)]
             if not np.array_equal(self._seeds[places], seeds):
                 raise SourceError("a mini-batch has seeds that are none of input_nodes")
-            to = made if self._type is None else made[self._type]
-            to.input_id = torch.from_numpy(places if self._input_ids is None else self._input_ids[places])
+            to, device = made if self._type is None else made[self._type], device_of_rows(batch)
+            input_id = places if self._input_ids is None else self._input_ids[places]
+            to.input_id = to_device(torch.from_numpy(input_id), device)
             for edge_type in self._unnumbered:
                 made[edge_type].pop("e_id", None)
             if self._times is not None:
                 times, of_nodes = self._times
-                to.seed_time = torch.from_numpy(times[seeds if of_nodes else places].astype(np.int64))
+                of_seeds = times[seeds if of_nodes else places].astype(np.int64)
+                to.seed_time = to_device(torch.from_numpy(of_seeds), device)
             del batch
             yield made if self._transform is None else self._transform(made)
             del made
@@ -228,14 +233,14 @@ def no_call(index: Any) -> SourceError:
     )
 
 
-def seeds_of(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
-    """Node ids, in the order given; those of a mask ascend."""
+def seeds_of(store: OpenStore, given: Any, nodes: int) -> tuple[NDArray[np.int64], bool]:
+    """(node ids, in the order given; those of a mask ascend; whether it was one)."""
     if isinstance(given, tuple) and len(given) == 2 and (given[0] is None or isinstance(given[0], str)):
         kind, given = given
         if kind is not None and kind not in node_tables(store.tables):
             raise SourceError(f"input_nodes of type {kind!r}: the store has no types of edges; give the ids")
     if given is None:
-        return np.arange(nodes)
+        return np.arange(nodes), False
     if isinstance(given, str):
         given = store.arrays[given]
     found = plain_array(given.cpu() if isinstance(given, torch.Tensor) else given, "input_nodes")
@@ -244,20 +249,10 @@ def seeds_of(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
             raise ArgumentError(
                 f"input_nodes: a mask has a value for each of {nodes:,} nodes, not {found.shape}"
             )
-        return np.flatnonzero(found)
+        return np.flatnonzero(found), True
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ArgumentError(f"input_nodes must be node ids or a mask, not {shown(given)}")
-    return found.astype(np.int64)
-
-
-def is_mask(store: OpenStore, given: Any) -> bool:
-    """Whether seeds were given as a mask, which ``seeds_of`` or ``typed_seeds`` has checked."""
-    kind, given = given if isinstance(given, tuple) else (None, given)
-    if isinstance(given, str):
-        name = given if kind is None or given in store.manifest.arrays else f"{kind}.{given}"
-        given = store.arrays[name] if name in store.manifest.arrays else None
-    dtype = given.dtype if hasattr(given, "dtype") else np.asarray(given).dtype
-    return dtype in (torch.bool, np.dtype(bool))
+    return found.astype(np.int64), False
 
 
 def refuse(options: dict[str, Any]) -> None:
@@ -344,6 +339,11 @@ def _of_all(store: OpenStore, nodes: int, options: Mapping[str, Any]) -> list[st
     arrays = store.manifest.arrays
     of_edges = {name: graph for name in arrays if (graph := graph_of_array(store, name)) is not None}
     found = [name for name, entry in arrays.items() if name in of_edges or entry.shape[:1] == [nodes]]
+    text = [name for name in found if not has_tensor(dtype_from_name(arrays[name].dtype))]
+    if text:
+        message = f"mini-batches do not have {', '.join(text)}: {NO_TENSOR}"
+        warnings.warn(message, FeatstoreWarning, stacklevel=4)
+        found = [name for name in found if name not in text]
     wrong = [name for name in found if _means_else(name, of_edges=name in of_edges)]
     if wrong:
         warnings.warn(
@@ -355,7 +355,7 @@ def _of_all(store: OpenStore, nodes: int, options: Mapping[str, Any]) -> list[st
     parts = options.get("mode") == "partitions" and store.on_disk is not store
     lost = [
         name for name, graph in of_edges.items()
-        if name not in wrong and (parts or not getattr(graph, "has_edge_ids", False))
+        if name in found and name not in wrong and (parts or not getattr(graph, "has_edge_ids", False))
     ]  # fmt: skip
     if lost:
         warnings.warn(

@@ -12,9 +12,11 @@ import numpy as np
 
 from featstore.adapters.links_over_hosts import links_of_host
 from featstore.arguments import shown
+from featstore.base.dtypes import dtype_from_name
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.hosts.typed_sampler import TypedHostsSampler
+from featstore.loaders.batch import Batch, device_of_rows
 from featstore.loaders.samplers import least_on_disk, sampler_over_hosts, typed_on_disk
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.graphs import read_links
@@ -26,9 +28,10 @@ from featstore.sampling.reverse import reverses
 from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
 from featstore.storage.edge_types import EdgeType, joined_name
-from featstore.storage.relations import graph_of_array
+from featstore.storage.relations import graph_of_array, type_of_array
 from featstore.storage.store import OpenStore, StoredGraph
 
+NO_TENSOR = "torch has no tensors of their dtype; attach=[...] says which you want, and ends this warning"
 #: What an edge type of a mini-batch has by itself.
 _OF_EDGES = ("edge_index", "edge_attr", "e_id", "num_sampled_edges", "adj_t", *OF_LINKS)
 #: What a node type of a mini-batch has by itself.
@@ -84,11 +87,17 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
     no numbers."""
     if attach is not None:
         return attach
+    from featstore.base.tensors import has_tensor
+
     found: list[str] = []
     wrong: list[str] = []
     lost: list[str] = []
+    no_tensor: list[str] = []
     for name, entry in store.manifest.arrays.items():
-        kind, _, rest = name.partition(".")
+        if not has_tensor(dtype_from_name(entry.dtype)):
+            no_tensor.append(name)
+            continue
+        kind, rest = type_of_array(store, name)
         graph = graph_of_array(store, name)
         if graph is not None:
             known = graph.has_edge_ids
@@ -101,6 +110,7 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
         (wrong, "the name means something else there; pack it under another one"),
         (lost, "values of edges without numbers: pack the graph with edge_ids=True, and take no "
                "subgraph_type='bidirectional'"),
+        (no_tensor, NO_TENSOR),
     ):  # fmt: skip
         if names:
             text = f"mini-batches do not have {', '.join(names)}: {why}"
@@ -205,16 +215,19 @@ def check_links_numbered(graph: StoredGraph, ends: Any, given: Mapping[str, Any]
     return known
 
 
-def put_links(data: Any, sample: Any, link_type: EdgeType) -> None:
-    """Put what a mini-batch has of its links to where PyG's ``HeteroData`` have it."""
+def put_links(data: Any, batch: Batch, link_type: EdgeType) -> None:
+    """Put what a mini-batch has of its links to where PyG's ``HeteroData`` have it, where its rows are."""
     import torch
 
+    from featstore.base.tensors import to_device
+
+    sample, device = batch.sample, device_of_rows(batch)
     ends = {"src_index": [link_type[0]], "dst_pos_index": [link_type[2]], "dst_neg_index": [link_type[2]]}
     ends["seed_time"] = list(dict.fromkeys((link_type[0], link_type[2])))
     for name in OF_LINKS:
         if sample.get(name) is not None:
             for key in ends.get(name, [link_type]):
-                data[key][name] = torch.as_tensor(sample[name])
+                data[key][name] = to_device(torch.as_tensor(sample[name]), device)
 
 
 def numbered(store: OpenStore, unnumbered: Sequence[EdgeType]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
@@ -19,3 +19,11 @@ def each_of(batches: Iterable[_Item]) -> Iterable[_Item]:
     if isinstance(batches, Sequence) and type(batches).__iter__ is Sequence.__iter__:
         return in_turn(batches)
     return batches
+
+
+def known_length(batches: object) -> int | None:
+    """How many there are; None where nobody knows."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # so says a PyTorch DataLoader over data of unknown length
+        return None

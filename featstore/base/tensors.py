@@ -25,6 +25,15 @@ def as_tensor(
         raise ArgumentError(f"torch has no dtype for {rows.dtype}; {instead}") from None
 
 
+def has_tensor(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has tensors of a dtype."""
+    try:
+        as_tensor(np.empty(0, dtype))
+    except ArgumentError:
+        return False
+    return True
+
+
 def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """On the device; from pinned memory and without waiting where it is an accelerator."""
     target = torch.device(device)

@@ -33,9 +33,7 @@ def checked_train(train: Any, nodes: int, *, repeated: bool = False) -> NDArray[
     ids = given.astype(np.int64)
     if repeated:
         return ids
-    seen = np.zeros(nodes, bool)
-    seen[ids] = True
-    different = int(np.count_nonzero(seen))
+    different = _different(ids, nodes)
     if different != len(ids):
         numbers = len(ids) == nodes and ids.max() <= 1
         raise IdError(
@@ -49,3 +47,12 @@ def checked_train(train: Any, nodes: int, *, repeated: bool = False) -> NDArray[
             )
         )
     return ids
+
+
+def _different(ids: NDArray[np.int64], nodes: int) -> int:
+    """How many ids there are, each counted once; few of them without a mark for each node."""
+    if len(ids) <= nodes // 64:
+        return len(np.unique(ids))
+    seen = np.zeros(nodes, bool)
+    seen[ids] = True
+    return int(np.count_nonzero(seen))

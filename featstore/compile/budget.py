@@ -91,15 +91,16 @@ class LoaderBudget:
         )
         ids = sum((trace.counts[t] for t in tables), np.zeros(len(trace), np.int64))
         samples = np.maximum(np.asarray(trace.sample_sizes), 0)
-        record = int((_RECORD_BYTES_PER_ID * ids + samples).max(initial=0)) + _RECORD_BYTES
+        records = _RECORD_BYTES_PER_ID * ids + samples + _RECORD_BYTES
+        record = int(records.max(initial=_RECORD_BYTES))
         written = total if disk_bytes is None else min(disk_bytes, total)
-        pages = written + device_bytes + sum(t.data_bytes for t in tables.values())
+        pages = written + device_bytes + sum(t.data_bytes for t in tables.values()) + int(records.sum())
 
         def fixed(depth: int, memory: int) -> int:
             checksums = (pages + memory) // 1024 + _RECORD_BYTES
             return (
                 depth * (batch + record)
-                + read_together(depth) * record
+                + ASKED_AHEAD * read_together(depth) * record
                 + readers_bytes(memory, tables.values())
                 + checksums
                 + (cache_bytes or 0)

@@ -85,18 +85,24 @@ def export_table(
         exported = Exported(table, rows, shape, written, kind)
         own = memory_bytes // _READER_SHARE
         beside = 16 + _KEY_BYTES * keyed
-        block = (memory_bytes - own) // max(1, _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + beside)
+        row = _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + beside
+        block = (memory_bytes - own) // row
         if block < 1:
-            needed = _READER_SHARE * (_BLOCKS * chosen.row_bytes + 17)
-            raise BudgetError(needed, memory_bytes, "hold a row of the table twice beside what reads it")
+            what = "hold a row of the table twice beside what reads it"
+            raise BudgetError(_READER_SHARE * row, memory_bytes, what)
+        shares = 2 if keyed else 1  # of what reads
 
         def blocks() -> RowBlocks:
             with ExitStack() as held:
-                share = own // 2 if keyed else own
-                keys_of = held.enter_context(NodeKeys(opened, table, share)) if keyed else None
-                rows_of = held.enter_context(
-                    Reader(opened, tables=[table], memory=share, static=None, **reader)
-                )
+                share = own // shares
+                try:
+                    keys_of = held.enter_context(NodeKeys(opened, table, share)) if keyed else None
+                    rows_of = held.enter_context(
+                        Reader(opened, tables=[table], memory=share, static=None, **reader)
+                    )
+                except BudgetError as error:
+                    needed = error.needed_bytes * shares * _READER_SHARE
+                    raise BudgetError(needed, memory_bytes, error.what) from None
                 for low in range(0, rows, block):
                     high = min(rows, low + block)
                     some = np.arange(low, high) if wanted is None else wanted[low:high]
@@ -139,13 +145,20 @@ def _checked_ids(ids: Any, rows: int) -> NDArray[np.int64]:
     return given.values
 
 
+def _exact(stored: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether a floating dtype has the digits of whole numbers; NumPy calls int64 to float64 safe."""
+    if stored.kind not in "iu" or target.kind not in "fc":
+        return True
+    return 8 * stored.itemsize - (stored.kind == "i") <= int(np.finfo(target).nmant) + 1
+
+
 def _wider(stored: np.dtype[Any], wanted: str | np.dtype[Any]) -> np.dtype[Any]:
     try:
         target = np.dtype(wanted)
     except Exception:  # whatever it is that was given
         raise ArgumentError(f"dtype must be one of NumPy's, not {shown(wanted)}") from None
     numbers = (target.kind in "biufc" or is_bfloat16(target)) and target.itemsize
-    if target != stored and not (numbers and np.can_cast(stored, target, "safe")):
+    if target != stored and not (numbers and np.can_cast(stored, target, "safe") and _exact(stored, target)):
         raise ArgumentError(
             f"dtype={str(target)!r} does not hold every value of {stored}: nothing is rounded or cut silently"
         )

@@ -79,6 +79,7 @@ class Ahead:
     def over(self, below: RowSource, memory_bytes: int) -> AheadTier:
         if memory_bytes < self._memory_bytes:  # by which all has been divided
             raise BudgetError(self._memory_bytes, memory_bytes, "keep rows of other hosts (halo=)")
+        self._tier = None  # one that was there before has gone
         self._tier = AheadTier(below, self.uses, self._bytes, self._firsts)
         return self._tier
 

@@ -17,13 +17,13 @@ Nodes beyond the halo (of the second hop) are fetched each time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_count, as_number, shown
+from featstore.arguments import as_count, as_number
 from featstore.base.bitmap import set_bits, slot_of
 from featstore.base.buffers import empty_rows
 from featstore.base.called import called
@@ -33,23 +33,15 @@ from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
-from featstore.errors import ArgumentError, BudgetError, FormatError
-from featstore.reader.graphs import read_offsets
-from featstore.storage.manifest import HALO_DEGREES, HALO_IDS
+from featstore.errors import BudgetError
+from featstore.hosts.halo import Halo, halo_ids_of, halo_of
 from featstore.storage.store import Table
 from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.over import OverSource
+from featstore.tiers.saved import SavedCache
 from featstore.tiers.static_tier import new_rows
 
 _IN_BUFFER = np.float32(-1)
-
-
-class Halo(NamedTuple):
-    """Of a table: ``ids`` int64, ascending, the nodes of other hosts that own lists name; ``degrees`` of
-    these in the whole graph."""
-
-    ids: NDArray[np.int64]
-    degrees: NDArray[np.int64]
 
 
 @njit(cache=True, nogil=True)
@@ -121,6 +113,20 @@ class HaloScores:
         """Memory for so many nodes, of the table and in the halo, and slots."""
         return -(-nodes // 64) * 12 + halo * (8 + 8 + 8 + 4 + 4 + 4) + slots * (4 + 4 + 1)
 
+    def begin_with(self, ids: NDArray[np.int64]) -> None:
+        """Have these nodes in the buffer, the last ones as far as there are slots, and then those of the
+        highest degree; scores begin anew. Others than the halo's are passed over."""
+        in_halo, _ = self.look(ids)
+        asked = in_halo[in_halo >= 0][::-1]
+        _, first = np.unique(asked, return_index=True)
+        order = np.concatenate([asked[np.sort(first)], self._by_degree.astype(np.int32)])
+        _, first = np.unique(order, return_index=True)
+        self._slot_of[self.node_in] = -1
+        self.node_in = order[np.sort(first)][: self.slots].astype(np.int32)
+        self._slot_of[self.node_in] = np.arange(self.slots, dtype=np.int32)
+        self.stay[:], self.access[:] = 1, 0
+        self.access[self.node_in] = _IN_BUFFER
+
     def look(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Of distinct ids of a mini-batch, their places in the halo and their slots, -1 for none."""
         in_halo, found = np.empty(len(ids), np.int32), np.empty(len(ids), np.int32)
@@ -170,7 +176,9 @@ class MassiveGNN:
         delta: mini-batches from one replacement to the next.
         alpha: below which S_E lets go; gamma to the power of delta unless given.
 
-    Each request is a mini-batch of distinct ids. It is of stores that are split by hosts.
+    Each request is a mini-batch of distinct ids. It is of stores that are split by hosts. Beside its memory
+    it takes 4 bytes for each node of all hosts (8 above 2**31) while it is made, where topology is whole; and
+    in every delta-th mini-batch the rows that it asks for once more, until they are where they are wanted.
     """
 
     def __init__(
@@ -202,41 +210,6 @@ class MassiveGNN:
         return called(
             "featstore.MassiveGNN", share=self.share, gamma=self.gamma, delta=self.delta, alpha=self.alpha
         )
-
-
-def halo_ids_of(table: Table) -> NDArray[np.int64]:
-    """The nodes of this host's halo, of a table of a split store, ascending; none without a graph, and of
-    nodes without features. Raises ArgumentError."""
-    part = table.tables_on_disk[0].store
-    if part is table.store:
-        raise ArgumentError(f"a halo is of a store that is split by hosts, not of {shown(table.store.path)}")
-    read = {} if table.name in part.featureless else part.graphs
-    found = [part.arrays[f"{n}.{HALO_IDS}"] for n, g in read.items() if g.source_table.name == table.name]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
-
-
-def halo_of(table: Table) -> Halo:
-    """The same with degrees, of all graphs that lead to the table's nodes, whose offsets are read whole;
-    where graphs are split, too, the part has them."""
-    ids = halo_ids_of(table)
-    degrees = np.zeros(len(ids), np.int64)
-    if not len(ids):
-        return Halo(ids, degrees)
-    part = table.tables_on_disk[0].store
-    for name in (name for name, graph in part.graphs.items() if graph.table.name == table.name):
-        if f"{name}.{HALO_DEGREES}" in part.arrays:
-            known = part.arrays[f"{name}.{HALO_DEGREES}"]
-            if known.shape != ids.shape:
-                raise FormatError(
-                    f"the array {name}.{HALO_DEGREES} of {part.path} has {len(known):,} degrees of "
-                    f"{len(ids):,} nodes: restore the part from a copy, or split the store again"
-                )
-            degrees += known
-            continue
-        graph = table.store.graphs[name]
-        lengths, rows = np.diff(read_offsets(graph)), graph.table.row_of_node()
-        degrees += lengths[ids if rows is None else rows[ids]]
-    return Halo(ids, degrees)
 
 
 class MassiveGNNTier(OverSource):
@@ -326,7 +299,14 @@ class MassiveGNNTier(OverSource):
         self, request: Request, wanted: Mapping[str, NDArray[np.int64]], moves: list[Any],
         out: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        below = self._below.submit(wanted, out=None)
+        # misses alone go where they are wanted; what the buffer gets comes in the same messages, and then
+        # to memory of its own
+        straight = all(len(wanted[name]) == misses for name, misses, *_ in moves)
+        if straight:
+            at = {name: places for name, _, places, *_ in moves}
+            below = self._below.submit(wanted, out={name: out[name] for name in wanted}, at=at)
+        else:
+            below = self._below.submit(wanted, out=None)
         request.open_piece(below)
 
         def arrived(_: Any) -> None:
@@ -334,7 +314,10 @@ class MassiveGNNTier(OverSource):
             if error is None:
                 come = below.result()
                 for name, misses, places, slots, at_slots in moves:
-                    self._put(name, come[name], misses, places, slots, at_slots, out[name])
+                    if straight:
+                        self._put(name, out[name], 0, places, slots, places[at_slots], out[name])
+                    else:
+                        self._put(name, come[name], misses, places, slots, at_slots, out[name])
             request.close_piece(below, error)
 
         if any(len(slots) for _, _, _, slots, _ in moves):
@@ -355,6 +338,20 @@ class MassiveGNNTier(OverSource):
             rows = self._tables[name][1]
             to = slots.astype(np.int32)
             move_rows(source, at_slots.astype(np.int32), address_of(rows), to, table.row_bytes)
+
+    def held(self, table: str) -> Iterator[NDArray[np.int64]]:
+        """Node ids of the rows in the buffer, those of the least S_E first."""
+        with self._lock:
+            scores = self._tables[table][0]
+            found = scores.halo.ids[scores.node_in[np.argsort(scores.stay, kind="stable")]]
+        yield found
+
+    def load(self, cache: SavedCache, table: str) -> None:
+        """Begin with the rows that were saved, as far as there are slots, in place of those of the highest
+        degree. Scores begin anew."""
+        with self._lock:
+            self._tables[table][0].begin_with(np.concatenate([*cache.ids(table)]))
+            self._filled = False
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         with self._lock:

@@ -83,9 +83,13 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     apart = store.clone() if hasattr(store, "clone") else store
     # Not by new_group: a second group of the same ranks would meet under the name of the first, once that is
     # destroyed, at addresses where nobody is any more.
-    name = _name_of_meeting(store)
+    try:
+        name = _name_of_meeting(store)
+        store.set(f"{name}/here/{place.machine}", "")
+    except RuntimeError as error:
+        what = f"has the store by which ranks of this run meet, and it does not answer ({_first_line(error)})"
+        raise PeerError(0, 0, what) from error
     meeting, patience = c10d.PrefixStore(name, apart), _WIRE_PATIENCE * timeout_seconds
-    store.set(f"{name}/here/{place.machine}", "")
 
     def meet() -> tuple[list[Any], list[torch.Tensor]]:
         limit, parts = timedelta(seconds=patience), []
@@ -102,7 +106,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         # gloo tries a host that died while it was meeting the others five times, each for all the patience.
         (up, down), parts = _within(_MEETING_PATIENCE * patience, meet)
     except (RuntimeError, TimeoutError) as error:
-        why = str(error).splitlines()[0][:200] if str(error) else "it was there, and did not answer"
+        why = _first_line(error) or "it was there, and did not answer"
         others = [machine for machine in range(place.hosts) if machine != place.machine]
         with suppress(RuntimeError):  # the store itself may be gone
             store.set(f"{name}/over", "")
@@ -119,6 +123,10 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         )
     order = [machine_of[host] for host in range(place.hosts)]
     return GlooWire(up, down, order, place.leaders, patience)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else ""
 
 
 def _name_of_meeting(store: Any) -> str:

@@ -23,12 +23,13 @@ from featstore.hosts.asks import AnswerPlace, AskPart, RowsAsk
 from featstore.hosts.copies import CopiesTier, DiskCopies
 from featstore.hosts.divided import Divided, submit_divided
 from featstore.hosts.exchange import IDS_MAX, Exchange
+from featstore.hosts.kept_halo import KeptHalo
 from featstore.hosts.messages import padded
 from featstore.hosts.owners import Owners
 from featstore.reader.reader import Reader
 from featstore.reader.report import ReaderStats
 from featstore.storage.store import OpenStore
-from featstore.tiers import RowSource, TierSpec
+from featstore.tiers import RowSource
 from featstore.tiers.over import OwnedTier
 from featstore.tiers.static_tier import new_rows
 
@@ -163,18 +164,17 @@ class HostsSource(OwnedTier):
 
 
 class HostsRows(HostsSource):
-    """Rows of all hosts for one loader or reader, which has a reader of its own for this host's. ``halo``: a
-    tier over the others', in ``halo_memory`` bytes."""
+    """Rows of all hosts for one loader or reader, which has a reader of its own for this host's. ``halo``:
+    what is kept of the others', which outlives this."""
 
     def __init__(
         self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies],
-        reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
+        reader: Reader, exchange: Exchange | None, halo: KeptHalo | None = None,
     ) -> None:  # fmt: skip
         asked = [name for name in reader.tables if name in owners]  # which a halo is of
         self._peers = PeersSource(store, owners, exchange, asked)
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
-        self.halo = None if halo is None else halo.over(below, halo_memory)
-        super().__init__(store, owners, reader, below if self.halo is None else self.halo, asked)
+        super().__init__(store, owners, reader, below if halo is None else halo.over(below), asked)
         self._reader = reader
 
     @property
@@ -193,8 +193,6 @@ class HostsRows(HostsSource):
 
     def close(self) -> None:
         super().close()
-        if self.halo is not None:
-            self.halo.close()
         self._peers.close()
         self._reader.close()
 

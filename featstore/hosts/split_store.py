@@ -31,8 +31,8 @@ from featstore.storage.store import OpenStore, Table
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
+    from featstore.hosts.kept_halo import KeptHalo
     from featstore.storage.manifest import FamilyEntry
-    from featstore.tiers import TierSpec
 
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
@@ -53,7 +53,7 @@ class WholeStore(OpenStore):
         check_options(reader, READING, "open_split")
         check_reading(**reader)
         given = Path(os.path.abspath(as_path(path, "path")))
-        timeout = as_timeout(timeout_seconds)
+        self.timeout_seconds = timeout = as_timeout(timeout_seconds)
         memory_bytes = parse_bytes(memory, "memory")
         several = is_directory(given / TOPOLOGY)
         above = given if several else given.parent
@@ -150,7 +150,9 @@ class WholeStore(OpenStore):
         held = sum(Owners.bytes_for(table.rows, place.hosts) for table in tables)
         of_copies = [(t.rows, c.rows) for t in tables if (c := self._copies_of(t.name)) is not None]
         held += sum(DiskCopies.bytes_for(*rows) for rows in of_copies)
-        opening = max((DiskCopies.opening_bytes(rows) for _, rows in of_copies), default=0)
+        with OpenStore(self.path) as topology:  # of which one table after the other is read
+            reading = [own_bytes(1, [table_need(topology.tables[name], True)]) for name in names]
+        opening = max([0, *reading, *(DiskCopies.opening_bytes(rows) for _, rows in of_copies)])
         lines_bytes = 0
         if place.leads and place.hosts > 1:
             share = max(0, memory_bytes - held) // _LINES_SHARE
@@ -264,17 +266,15 @@ class WholeStore(OpenStore):
         if self._exchange is not None:
             self._exchange.loaders.check()
 
-    def source(
-        self, tables: Sequence[str], *, halo: TierSpec | None = None, halo_memory: int = 0, **options: Any
-    ) -> HostsRows:
+    def source(self, tables: Sequence[str], *, halo: KeptHalo | None = None, **options: Any) -> HostsRows:
         """Rows of all hosts, this host's through a reader with these ``options`` of its own, others' through
-        a tier, ``halo``, if there is one."""
+        what is kept of them, if there is a ``halo``."""
         self._check_leads()
         copies = {name: self.copies[name] for name in tables if name in self.copies}
         here = [*tables, *(f"{name}.{HALO}" for name in copies)]
         reader = Reader(self.part, tables=here, **options)
         try:
-            return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
+            return HostsRows(self, self.owners, copies, reader, self._exchange, halo)
         except BaseException:
             reader.close()
             raise
@@ -374,11 +374,10 @@ class WholeStore(OpenStore):
 
 
 def reader_of(
-    store: OpenStore, *, tables: Sequence[str], halo: TierSpec | None = None, **options: Any
+    store: OpenStore, *, tables: Sequence[str], halo: KeptHalo | None = None, **options: Any
 ) -> Reader | HostsRows:
     """What reads rows of a store: a reader of its disk, and where it is split by hosts, of all of theirs,
     with a ``halo`` if there is one."""
     if isinstance(store, WholeStore):
-        memory = 0 if halo is None else halo.host_bytes(list(store.tables.values()))
-        return store.source(tables, halo=halo, halo_memory=memory or 0, **options)
+        return store.source(tables, halo=halo, **options)
     return Reader(store, tables=list(tables), **options)

@@ -256,5 +256,11 @@ def ids_of(sample: Any) -> Any:
     return None
 
 
+def device_of_rows(batch: Batch) -> Any:
+    """The device of a mini-batch's rows, which are tensors."""
+    rows = batch.edge_attr if isinstance(batch.x, Mapping) and not batch.x else batch.x
+    return _first(rows).device
+
+
 def _first(rows: Any) -> Any:
     return next(iter(rows.values()), None) if isinstance(rows, Mapping) else rows

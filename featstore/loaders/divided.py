@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from featstore.base.sequences import each_of
+from featstore.base.sequences import each_of, known_length
 from featstore.errors import ArgumentError
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.batches import SampledBatches
@@ -53,6 +53,17 @@ class GivenShare:
         ArgumentError, see :meth:`check_rest`."""
         self.check_rest(over)
         self._begun_at = epoch, over
+
+    def rest_of(self, epoch: int) -> int | None:
+        """Mini-batches of each rank in an epoch, or in the rest of it that was begun at; None where that is
+        not known."""
+        length = known_length(self._batches)
+        over = self._begun_at[1] if self._begun_at[0] == epoch else 0
+        return None if length is None else self._steps(max(0, length - over))
+
+    def _steps(self, count: int) -> int:
+        rounds, left = divmod(count, self.num_replicas)
+        return rounds + bool(left and not self._drop_last)
 
     def end_rest(self) -> None:
         """The next time, that epoch is whole."""
@@ -118,7 +129,7 @@ class GivenShare:
     def epoch_steps(self) -> int:
         """Mini-batches of a whole epoch, as many for any rank. Raises ArgumentError where that is not
         known."""
-        if not isinstance(self._batches, Sized):
+        length = known_length(self._batches)
+        if length is None:
             raise ArgumentError("the mini-batches have no length")
-        rounds, left = divmod(len(self._batches), self.num_replicas)
-        return rounds + bool(left and not self._drop_last)
+        return self._steps(length)

@@ -85,13 +85,15 @@ class Making:
             self._check_given(batches)
         elif given.get("fanouts") is None if self._sampled else not self._compiled_before():
             raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
+        elif not self._sampled:
+            self._check_compiled()
 
     def mode(self, batches: Sampler | None) -> Mode:
         """The mode, over its loader."""
         given, ranks = self.given, self.ranks
         place = place_of(given.get("shared", False), ranks.rank, ranks.shares, given.said)
         if isinstance(self.store, WholeStore):
-            place = on_host(place, self.store.place)
+            place = on_host(place, self.store.place, self.store.timeout_seconds)
         if place is None:
             mode = self._made(batches)
         else:
@@ -174,6 +176,16 @@ class Making:
             )
         args.as_batches(batches, "batches")
         check_repeatable(batches)
+
+    def _check_compiled(self) -> None:
+        """Mini-batches are those of a trace that is compiled."""
+        others = [name for name in SAMPLING if name not in ("seeds", "seed")]  # which is of shuffle=, too
+        for name in (*others, "nodes", "drop_last"):
+            if self.given.said.get(name, False) is not False:
+                raise ArgumentError(
+                    f"{name}= is for sampling, and what was compiled is taken as it is: give seeds= and "
+                    "fanouts=, too, or leave it out"
+                )
 
     def _compiled_before(self) -> bool:
         """There are no mini-batches, and none are needed."""
@@ -316,7 +328,8 @@ class Making:
         if not isinstance(self.share, GivenShare) or self.share.of_links:  # reuse= may find other ones there
             self._alike["recorded"] = mode.loader.compiled.epochs().tolist()
         try:
-            self.whole.check_compiled(mode.loader.compiled.entry.tables, self._sampled)
+            sampled = self._sampled and self.given.get("nodes") is None  # which may have wanted others
+            self.whole.check_compiled(mode.loader.compiled.entry.tables, sampled)
         except BaseException:
             mode.close()
             raise

@@ -161,6 +161,13 @@ def compiled_mode(
             )
         if shuffle:
             _check_shuffled(compiled.entry.residency)
+        asked = options.get("residency", compiled.entry.residency)
+        if asked != compiled.entry.residency:
+            raise ArgumentError(
+                f"reuse= finds under the name {name!r} what was compiled with "
+                f"residency={compiled.entry.residency!r}, not {asked!r}: give another name=, or leave out "
+                "reuse="
+            )
         return CompiledMode(compiled, seed if shuffle else None, memory=memory, **loader)
     except BaseException:
         compiled.close()
@@ -317,7 +324,7 @@ class RollingMode(Mode):
         self._anew = self._empty = False
         if isinstance(share, RankedBatches):
             steps = share.steps if share.epoch == epoch else share.epoch_steps()
-            if after == steps:  # without preparing an episode of which nothing is left
+            if after == steps * len(share.ranks):  # without preparing an episode of which nothing is left
                 self.loader.seek(epoch + 1)
                 self._empty = True
 
@@ -330,7 +337,7 @@ class RollingMode(Mode):
         self.share.check_rest(over)
         self.loader.seek(epoch, anew=True)
         self.share.begin_at(epoch, over)
-        self._empty = isinstance(self.share, RankedBatches) and not self.share.rest_of(epoch)
+        self._empty = self.share.rest_of(epoch) == 0
         if self._empty:  # which cannot be recorded
             self.end_rest()
             self.loader.seek(epoch + 1)

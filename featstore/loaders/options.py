@@ -66,8 +66,9 @@ class LoaderOptions(TypedDict, total=False):
         validation_memory: of ``memory``, for :meth:`Loader.validation`.
         attach: names of arrays in the store with a value for each node (labels, for example), or for each
             edge of a graph that keeps the numbers of its edges (weights): each mini-batch has them by these
-            names, the values of its nodes or edges, as arrays or tensors like ``x``: of its own ``n_id``,
-            where mini-batches have one, whatever ``nodes=`` says.
+            names, the values of its nodes or edges, as arrays or tensors like ``x``: of ``n_id``, whose rows
+            ``x`` has, and which ``nodes=`` says where it is given; of objects of PyG's and DGL's, of their
+            own.
         edge_table: name of a table of edges: each mini-batch has its rows as ``edge_attr``, by the ``e_id``
             that the mini-batch brings, the numbers of edges that the table was packed with. The store's own
             sampling brings it where the graph was packed with edge ids. In mode partitions, too, these rows

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from featstore.base.process import OneProcess
@@ -233,8 +233,9 @@ class Prefetch(ABC):
                 worker.end()
             except KeyboardInterrupt as error:
                 interrupted = error
-        while not self._ready.empty():
-            self._ready.get()
+        with suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
         self._ready.put((None, 0, ClosedError(self._stop), None))
         if interrupted is not None:
             raise interrupted

@@ -211,7 +211,8 @@ class RollingLoader(LoaderBase):
             loader.close()
             if self.here:
                 self._done = self._done.plus(loader.report())
-                self._loader = None
+                if self._loader is loader:  # another iteration may have begun meanwhile
+                    self._loader = None
 
     def _open(self, number: int, done: int) -> CompiledLoader:
         """The loader of an episode, which waits for it to be prepared; has the one after it prepared."""

@@ -32,10 +32,12 @@ def forecast_once(store: OpenStore, sampler: Sampler, name: str, **options: Any)
     """What :func:`compiled_once` would make of one epoch; nothing of it stays."""
     packs = packs_to_write(store)
     there = is_there(packs)
-    made = _compile(store, sampler, name, 1, dry_run=True, **options)
+    try:
+        made = _compile(store, sampler, name, 1, dry_run=True, **options)
+    finally:
+        if not there:
+            Disk().rmtree(packs, NOTHING)  # which leaves it where another has written there meanwhile
     assert isinstance(made, CompileForecast)
-    if not there:
-        Disk().rmtree(packs, NOTHING)  # which leaves it where another has written there meanwhile
     return made
 
 
@@ -44,15 +46,17 @@ def _compile(
 ) -> Path | CompileForecast:  # fmt: skip
     packs, door = packs_to_write(store), Disk()
     door.mkdir(packs)
-    lock = preparing(packs, name)
+    lock, done = preparing(packs, name), False
     try:
         counts, tell = [0] * epochs, options.get("progress")
         recorded = _epochs(sampler, counts)
         with Trace.record(recorded, packs / f"{name}{TRACES}", overwrite=True, progress=tell) as trace:
             made = compile_trace(store, trace, name, overwrite=True, epoch_batches=counts, **options)
-        remove_trace(packs / f"{name}{TRACES}", door)
+        done = True
         return made
     finally:
+        if done or options.get("dry_run"):
+            remove_trace(packs / f"{name}{TRACES}", door)
         lock.release(remove=True)
 
 

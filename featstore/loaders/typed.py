@@ -15,6 +15,7 @@ from featstore.loaders.prefetch import Sampler
 from featstore.loaders.whole import WantedRows, Whole, as_batch, field_of, values_of
 from featstore.sampling.minibatch import Ids
 from featstore.storage.edge_types import EdgeType, joined_name
+from featstore.storage.relations import type_of_array
 from featstore.storage.store import OpenStore, StoredGraph
 
 
@@ -29,6 +30,7 @@ class TypedWhole(Whole):
 
     def __init__(self, store: OpenStore, edge_table: Any, attach: Any) -> None:
         super().__init__(store, None, ())
+        self._named = False  # nodes= says whose rows are wanted
         self.featureless = frozenset(store.featureless)
         self.edge_types = _edge_tables(store, edge_table)
         self._edge_type_of = {joined_name(edge_type): edge_type for edge_type in store.edge_types}
@@ -36,9 +38,10 @@ class TypedWhole(Whole):
         self._tables = [*nodes, *self.edge_types]
         if not self._tables:
             raise SourceError(f"no nodes of {store.path} have features: there are no rows to load")
+        self._kinds: dict[str, tuple[str, str]] = {}  # of arrays: (TYPE, NAME)
         for name in _names(attach, "attach", "names of arrays"):
             args.known_name(name, store.manifest.arrays, "attach: the store has no array")
-            node_type, _, rest = name.partition(".")
+            self._kinds[name] = node_type, rest = type_of_array(store, name)
             shape = store.manifest.arrays[name].shape
             fits = node_type in store.node_types and shape[:1] == [store.tables[node_type].rows]
             if not rest.isidentifier() or not (fits or self._is_of_edges(store, name)):
@@ -58,6 +61,7 @@ class TypedWhole(Whole):
         check: Callable[[], None] | None,
     ) -> TypedRows:  # fmt: skip
         """Mini-batches as pairs of the ids wanted by table, and the sample."""
+        self._named = nodes is not None
         return TypedRows(self, batches, nodes, recorded, check)
 
     @property
@@ -69,25 +73,51 @@ class TypedWhole(Whole):
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)
         if isinstance(field_of(batch.sample, "row"), Mapping):  # sampled here, around nodes or links
-            batch.n_id = ids_of(batch.sample)
+            given, batch.n_id = batch.n_id, ids_of(batch.sample)
             if not isinstance(batch.x, Mapping):  # rows of one table alone: that of whose nodes there are
                 there = [name for name in self._tables if len(batch.n_id.get(name, ()))]
                 batch.x = {(there or self._tables)[0]: batch.x}
+                given = given if isinstance(given, Mapping) else dict.fromkeys(batch.x, given)
+            if self._named:  # whose rows x has
+                own = {name: ids for name, ids in given.items() if name not in self.edge_types}
+                batch.n_id = {**batch.n_id, **own}
             if self.edge_types:
                 batch.edge_attr = {of: batch.x[name] for name, of in self.edge_types.items()}
             batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}
+        elif isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
+            (name,) = (name for name in batch.n_id if name not in self.featureless)
+            batch.x = {name: batch.x}
+        if not isinstance(batch.x, Mapping):  # of ids without a type
+            return self._plain(batch)
         by_name: dict[str, dict[Any, Any]] = {}
         like = next(iter((batch.x or batch.edge_attr).values()))
         for name, array in self.arrays.items():
-            node_type, _, rest = name.partition(".")
+            kind, rest = self._kinds[name]
             if name in self.of_edges:
-                edge_type = self._edge_type_of[node_type]
+                edge_type = self._edge_type_of[kind]
                 ids = _numbers(batch.sample, edge_type, f"attach: {name!r}")
                 by_name.setdefault(rest, {})[edge_type] = values_of(array, ids, like)
-            elif node_type in batch.n_id:
-                by_name.setdefault(rest, {})[node_type] = values_of(array, batch.n_id[node_type], like)
+            elif kind in batch.n_id:
+                by_name.setdefault(rest, {})[kind] = values_of(array, batch.n_id[kind], like)
         for name, by_type in by_name.items():
             self._attach(batch, name, by_type)
+        return batch
+
+    def _plain(self, batch: Batch) -> Batch:
+        """A mini-batch without types, of the only type of nodes."""
+        for name, array in self.arrays.items():
+            kind, rest = self._kinds[name]
+            if name in self.of_edges:
+                raise ArgumentError(
+                    f"attach: {name!r} has values of the edges {kind!r}, and these mini-batches do not say "
+                    "of which type their edges are: leave it out"
+                )
+            if hasattr(batch, rest):
+                raise ArgumentError(f"attach: these mini-batches have {rest!r} already; leave it out")
+            values = values_of(array, batch.n_id, batch.x)
+            setattr(batch, rest, values)
+            if of_pyg(batch.sample):
+                setattr(batch.sample, rest, values)
         return batch
 
     def _attach(self, batch: Batch, name: str, by_type: dict[Any, Any]) -> None:
@@ -132,7 +162,7 @@ def _numbers(made: Any, edge_type: EdgeType, what: str) -> Any:
             f"with, which these mini-batches do not have of {edge_type}: PyG's loaders bring it, so does the "
             "store's own sampling where edge ids were packed"
         )
-    numbers = np.asarray(found)
+    numbers = np.asarray(found.cpu() if hasattr(found, "cpu") else found)
     if len(numbers) and numbers.min() < 0:
         raise SourceError(
             f"{what}: these mini-batches have reverses of another relation's edges as edges of {edge_type} "

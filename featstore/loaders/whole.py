@@ -47,7 +47,7 @@ class WantedRows:
         if self._check is not None:
             self._check()
         ids, sample = split(made, self._nodes)
-        if self._recorded and not _knows_ids(sample):
+        if self._recorded and not _knows_ids(sample, named=self._nodes is not None):
             sample = {_IDS: ids[""] if list(ids) == [""] else dict(ids), "sample": sample}
         if self._edges is None:
             return ids, sample
@@ -88,7 +88,7 @@ class Whole:
 
     def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
         self.edge_table, self.edges = edge_table, None
-        nodes = store.node_types
+        self._nodes = nodes = store.node_types
         self._edge_tables = edge_tables(store)
         if edge_table is not None:
             args.known_name(edge_table, store.tables, "edge_table: the store has no table")
@@ -182,21 +182,36 @@ class Whole:
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)
+        if isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
+            (batch.n_id,) = batch.n_id.values()  # of one table, whose rows x are
         edges = self.edge_table
         if edges is not None and isinstance(batch.x, Mapping) and edges in batch.x:
             edge_attr, (batch.x,) = batch.x[edges], (r for name, r in batch.x.items() if name != edges)
             batch.edge_attr = edge_attr
             if isinstance(batch.n_id, Mapping):
                 batch.n_id = next(ids for name, ids in batch.n_id.items() if name != edges)
+        like = next(iter(batch.x.values())) if isinstance(batch.x, Mapping) else batch.x
         for name, array in self.arrays.items():
             if hasattr(batch, name):
                 raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
-            ids = batch.n_id if name not in self.of_edges else _edges_of(batch.sample, name)
-            values = values_of(array, ids, batch.x)
+            ids = self._nodes_of(batch, name) if name not in self.of_edges else _edges_of(batch.sample, name)
+            values = values_of(array, ids, like)
             setattr(batch, name, values)
             if of_pyg(batch.sample):
                 setattr(batch.sample, name, values)
         return batch
+
+    def _nodes_of(self, batch: Batch, name: str) -> Any:
+        """The ids of a mini-batch's nodes. Raises ArgumentError where it has none of the table of nodes."""
+        if not isinstance(batch.n_id, Mapping):
+            return batch.n_id
+        found = next((ids for table, ids in batch.n_id.items() if table in self._nodes), None)
+        if found is None:
+            raise ArgumentError(
+                f"attach: {name!r} has values of nodes, and these mini-batches have rows of "
+                f"{', '.join(map(repr, batch.n_id))}: leave it out"
+            )
+        return found
 
 
 def _edges_of(sample: Any, name: str) -> Any:
@@ -212,7 +227,7 @@ def _edges_of(sample: Any, name: str) -> Any:
 
 def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
     """The values of nodes, as an array or, where their rows ``like`` are one, a tensor beside them."""
-    values: Any = array[np.asarray(ids)]
+    values: Any = array[np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)]
     if isinstance(like, np.ndarray):
         return values
     from featstore.base.tensors import as_tensor, to_device
@@ -237,10 +252,11 @@ def _is_ours(sample: Any) -> bool:
     return isinstance(sample, Mapping) and _IDS in sample
 
 
-def _knows_ids(sample: Any) -> bool:
+def _knows_ids(sample: Any, named: bool) -> bool:
+    """Whether a sample has the ids whose rows are wanted; ``named``: ``nodes=`` says these."""
     if isinstance(sample, Mapping):
         return is_named(sample)
-    return of_pyg(sample) or getattr(sample, "node", None) is not None
+    return of_pyg(sample) or (not named and getattr(sample, "node", None) is not None)
 
 
 def field_of(sample: Any, name: str) -> Any:

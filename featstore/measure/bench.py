@@ -231,8 +231,8 @@ class _Bench:
         )
 
     def _reads(self, name: str, limit_bytes: int | None, ids: Callable[[], NDArray[np.int64]]) -> Case:
-        """A case that reads, with its limit: bytes a second in reads of ``limit_bytes``; None: rows a second,
-        one read each.
+        """A case that reads, with its limit: bytes a second in reads of ``limit_bytes``; None: reads a
+        second, as many as rows take.
         """
         readers = self._readers()
         sample = ids()
@@ -250,7 +250,8 @@ class _Bench:
         if not rate:
             return case  # the table is too small for a read of this size
         if limit_bytes is None:
-            return _with_limit(case, f"{rate:,.0f} reads/s", case.rows_per_second / rate)
+            reads = -(-self.table.row_bytes // EXTENT_BYTES_MAX)  # of a row
+            return _with_limit(case, f"{rate:,.0f} reads/s", reads * case.rows_per_second / rate)
         return _with_limit(case, f"{rate * size / 1e6:,.0f} MB/s", case.read_bytes_per_second / (rate * size))
 
     def _readers(self) -> Generator[Reader, None, None]:

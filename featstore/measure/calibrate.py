@@ -140,8 +140,8 @@ def measure(
             model, threads=decision.threads, read_cpu_seconds=decision.best.cpu_seconds
         )
         model = _with_request_seconds(model, store, table, name, seconds * 0.1)
-        beside = store.path.parent.parent if temporary else store.path.parent
-        model = msgspec.structs.replace(model, write_byte_seconds=_write_byte_seconds(beside))
+        beside = store.path.parent.parent if temporary else real_path(store.path).parent
+        model = msgspec.structs.replace(model, write_byte_seconds=_write_byte_seconds(beside, store.path))
         if len(engines) > 1 and bench.access == "direct" and not decision.open_because:
             best = {one: max(r.reads_per_second for r in rates if r.engine == one) for one in engines}
             model = msgspec.structs.replace(model, engine=name, engine_rates=best)
@@ -238,8 +238,11 @@ def _with_request_seconds(
     return msgspec.structs.replace(model, request_seconds=max(rest, _SECONDS_MIN))
 
 
-def _write_byte_seconds(directory: Path) -> float | None:
-    """Seconds for a byte of a store that is packed there; None where it cannot be."""
+def _write_byte_seconds(directory: Path, store: Path) -> float | None:
+    """Seconds for a byte of a store that is packed there, beside ``store``; None where it cannot be, or would
+    be on another device."""
+    if os.stat(directory).st_dev != os.stat(store).st_dev:
+        return None
     if not os.access(directory, os.W_OK | os.X_OK) or free_bytes(directory) < 2 * max(WRITTEN_BYTES):
         return None
     times: dict[int, list[float]] = {size: [] for size in WRITTEN_BYTES}
@@ -270,7 +273,7 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: OnStep) -> Iterator
             if max((t.data_bytes for t in store.tables.values()), default=0) >= data_bytes_min:
                 yield store, False
                 return
-        directory = path.parent  # nothing but a pack writes into a store
+        directory = real_path(path).parent  # nothing but a pack writes into a store
     _check_writable(directory, path, data_bytes_min)
     with (
         scratch_store(real_path(directory)) as scratch,

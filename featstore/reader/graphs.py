@@ -26,6 +26,22 @@ def read_offsets(graph: StoredGraph) -> NDArray[np.int64]:
     return offsets
 
 
+def degrees_of(graph: StoredGraph, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [n], the lengths of these nodes' lists. Raises CorruptionError, DeviceError, FormatError."""
+    rows, found = graph.table.row_of_node(), np.empty(len(ids), np.int64)
+    table = graph.store.table(f"{graph.name}/offsets")
+    with Reader(graph.store, tables=[table.name], memory=whole_bytes(table), static=None) as reader:
+        for low in range(0, len(ids), _STEP_EDGES):
+            some = ids[low : low + _STEP_EDGES]
+            first = some if rows is None else rows[some].astype(np.int64)
+            both = np.concatenate([first, first + 1])
+            begin, end = np.split(reader.read({table.name: both})[table.name], 2)
+            found[low : low + len(some)] = end - begin
+    if len(found) and (found.min() < 0 or found.max() > graph.edges):
+        raise FormatError(f"the offsets of {graph.where()} do not ascend, or beyond its edges")
+    return found
+
+
 def read_csc(graph: StoredGraph) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """The topology by node id: (indptr int64 [nodes + 1], indices [edges]), each list in the order in which
     it is stored. Raises BudgetError, CorruptionError, DeviceError, FormatError."""

@@ -20,7 +20,7 @@ from featstore.base.checks import check_range
 from featstore.base.compilation import njit
 from featstore.base.ids import parse_ids
 from featstore.base.keys import KEY_BYTES_MAX, KeyBlock, as_keys
-from featstore.errors import FormatError, IdError, SourceError, UnknownNameError
+from featstore.errors import BudgetError, FormatError, IdError, SourceError, UnknownNameError
 from featstore.reader.reader import Reader
 from featstore.storage.store import OpenStore, as_store
 from featstore.units import parse_bytes
@@ -80,7 +80,10 @@ class NodeKeys:
         own = budget // _READER_SHARE
         self._parts = {part: f"{table}/keys/{part}" for part in entry.parts}
         names = list(self._parts.values())
-        self._reader = Reader(store, tables=names, memory=budget - own, static=None)
+        try:
+            self._reader = Reader(store, tables=names, memory=budget - own, static=None)
+        except BudgetError as error:
+            raise BudgetError(error.needed_bytes * _READER_SHARE, budget, error.what) from None
         self._piece = max(16, own // _KEY_BYTES)
         self._key_bytes = max(KEY_BYTES_MAX, own // 4)
         self._bits = (entry.starts.rows - 1).bit_length() - 1

@@ -16,6 +16,7 @@ from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets, whole
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
 from featstore.storage.edge_types import EdgeType, joined_name
+from featstore.storage.relations import type_of_array
 from featstore.storage.store import OpenStore, StoredGraph
 
 _PARTS = ("offsets", "sources", "edge_ids", "weights", "times")
@@ -25,10 +26,12 @@ __all__ = ["TypedInMemory", "TypedSeeds", "typed_bytes"]
 
 @dataclass(frozen=True)
 class TypedSeeds:
-    """Seeds of one type: ``ids`` int64, each once, unless they may be repeated."""
+    """Seeds of one type: ``ids`` int64, each once, unless they may be repeated. ``masked``: they were given
+    as a mask."""
 
     node_type: str
     ids: NDArray[np.int64]
+    masked: bool = False
 
     @classmethod
     def of(cls, store: OpenStore, given: Any, *, repeated: bool = False) -> TypedSeeds:
@@ -36,8 +39,8 @@ class TypedSeeds:
         or the name of an array ``TYPE.NAME``. Raises ArgumentError, UnknownNameError, IdError."""
         node_type: Any
         if isinstance(given, str):
-            node_type, dot, _ = given.partition(".")
-            if not dot:
+            node_type, rest = type_of_array(store, given)
+            if not rest:
                 raise ArgumentError(
                     f"seeds={given!r}: the store has several types of nodes; give (type, ids), or the name "
                     "of an array TYPE.NAME"
@@ -54,7 +57,8 @@ class TypedSeeds:
         if isinstance(ids, str):
             ids = store.arrays[known_name(ids, store.manifest.arrays, "seeds: the store has no array")]
         ids = np.arange(rows) if ids is None else ids
-        return cls(node_type, checked_train(ids, rows, repeated=repeated))
+        masked = str(getattr(ids, "dtype", "")).endswith("bool")
+        return cls(node_type, checked_train(ids, rows, repeated=repeated), masked)
 
 
 def typed_graphs(store: OpenStore) -> dict[EdgeType, StoredGraph]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featstore.base.dtypes import dtype_from_name, dtype_name
+from featstore.storage.relations import feature_tables
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, Table
@@ -24,7 +25,7 @@ class SharedTable:
     ``row_bytes`` each.
 
     ``number``: of the table, in messages. ``batch_rows``: ids of a request, at most. ``offset``: of its slots
-    in the shared memory, in bytes.
+    in the shared memory, in bytes. ``of_nodes``: its rows are features of nodes.
     """
 
     name: str
@@ -35,6 +36,7 @@ class SharedTable:
     number: int
     batch_rows: int
     offset: int
+    of_nodes: bool  # not of edges, nor copies of other hosts' rows, nor of nodes without features
 
     @property
     def piece_rows(self) -> int:
@@ -58,7 +60,7 @@ class About:
         told = {
             table.name: SharedTable(
                 table.name, table.rows, table.row_shape, table.row_bytes, table.dtype, number,
-                batch_rows[table.name], offsets[table.name],
+                batch_rows[table.name], offsets[table.name], table.name in feature_tables(store),
             )
             for number, table in enumerate(tables)
         }  # fmt: skip
@@ -79,6 +81,7 @@ class About:
             SharedTable(
                 str(one["name"]), int(one["rows"]), tuple(map(int, one["row_shape"])), int(one["row_bytes"]),
                 dtype_from_name(one["dtype"]), int(one["number"]), int(one["batch_rows"]), int(one["offset"]),
+                bool(one["of_nodes"]),
             )
             for one in said["tables"]
         ]  # fmt: skip

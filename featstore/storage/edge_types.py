@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 __all__ = [
     "EDGE_FEATURES", "EdgeType", "is_edge_table", "joined_name", "node_tables", "node_types", "split_joined",
+    "typed_name",
 ]  # fmt: skip
 
 EdgeType = tuple[str, str, str]
@@ -46,3 +47,11 @@ def node_types(tables: Collection[str], edge_types: Iterable[EdgeType]) -> list[
     """The tables of nodes of a store whose graphs have these edge types; by name alone where it has none."""
     named = {joined_name(edge_type) for edge_type in edge_types}
     return [name for name in tables if name not in named] if named else node_tables(tables)
+
+
+def typed_name(name: str, kinds: Iterable[str]) -> tuple[str, str]:
+    """(TYPE, NAME) of ``TYPE.NAME``, where TYPE is one of ``kinds``, the longest that fits, as types may have
+    dots; else what stands before the first dot, and the rest."""
+    known = [kind for kind in kinds if name.startswith(f"{kind}.")]
+    kind = max(known, key=len) if known else name.partition(".")[0]
+    return kind, name[len(kind) + 1 :]

@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING
 
 from featstore.arguments import known_name
 from featstore.errors import SourceError
-from featstore.storage.edge_types import EDGE_FEATURES, is_edge_table, node_tables
+from featstore.storage.edge_types import EDGE_FEATURES, is_edge_table, node_tables, typed_name
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, StoredGraph
 
 __all__ = [
-    "EDGE_FEATURES", "check_over_one_table", "graph_of", "graph_of_array", "graph_of_rows", "is_edge_table",
+    "EDGE_FEATURES",
+    "check_over_one_table",
+    "feature_tables",
+    "graph_of",
+    "graph_of_array",
+    "graph_of_rows",
+    "is_edge_table",
     "node_tables",
+    "type_of_array",
 ]  # fmt: skip
 
 
@@ -33,6 +40,11 @@ def edge_tables(store: OpenStore) -> list[str]:
     family = store.manifest.family
     others = {*store.node_types, *(family.copies if family else ())}
     return [name for name in store.tables if name not in others]
+
+
+def feature_tables(store: OpenStore) -> list[str]:
+    """The tables whose rows are features of nodes."""
+    return [name for name in store.node_types if name not in store.featureless]
 
 
 def graph_of_rows(store: OpenStore, table: str) -> StoredGraph | None:
@@ -81,15 +93,20 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
     return only
 
 
+def type_of_array(store: OpenStore, name: str) -> tuple[str, str]:
+    """(TYPE, NAME) of an array called ``TYPE.NAME``, where TYPE is a type of nodes or of edges."""
+    return typed_name(name, [*store.node_types, *store.graphs])
+
+
 def graph_of_array(store: OpenStore, name: str) -> StoredGraph | None:
     """The graph of which an array of the store has a value for each edge: ``TYPE.NAME`` of the edge type
     ``TYPE``, or in a store without types an array with as many values as its only graph has
     edges. Where it has as many nodes, the array is of edges if its name begins with ``edge``, as PyG
     decides it. None for another array."""
     shape = store.manifest.arrays[name].shape
-    of, dot, _ = name.partition(".")
     if store.edge_types:
-        found = store.graphs[of] if dot and of in store.graphs else None
+        of, rest = type_of_array(store, name)
+        found = store.graphs[of] if rest and of in store.graphs else None
         return found if found is not None and shape[:1] == [found.edges] else None
     if len(store.graphs) != 1:
         return None

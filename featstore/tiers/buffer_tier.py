@@ -13,7 +13,7 @@ when those that hold slots have given them back, and until then nobody else take
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -33,6 +33,7 @@ from featstore.tiers import PolicyNow, RowSource, Tier, source_tables
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.chosen import FIRST_POLICY, Choices, choosing_bytes, slot_cost
 from featstore.tiers.over import OverSource
+from featstore.tiers.saved import USES, SavedCache
 from featstore.tiers.slots import layout
 from featstore.tiers.slots.choose import CANDIDATES
 from featstore.tiers.slots.rows import least_bytes, share_slots
@@ -202,6 +203,20 @@ class BufferTier(OverSource):
         made = choosing_bytes(tables, memory_bytes) if self.policy == "auto" else {}
         left = memory_bytes - sum(made.values()) - _PIECE_IDS_MIN * _THREADS * _TICKET_BYTES
         return made if left >= least_bytes(tables, slot_cost("auto")) else {}
+
+    def held(self, table: str) -> Iterator[NDArray[np.int64]]:
+        """Node ids of the rows in a table's buffer, in pieces, the least wanted first."""
+        buffer = self._buffers[table]
+        buffer.settle()
+        yield from buffer.cached_pieces()
+
+    def load(self, cache: SavedCache, table: str) -> None:
+        """Read the rows that were saved, the last ones, as many as fit."""
+        buffer = self._buffers[table]
+        spare = max(0, cache.counts.get(table, 0) - buffer.slots_unkept)
+        for piece in cache.ids(table):
+            buffer.load(piece[spare:], uses=USES)
+            spare -= min(spare, len(piece))
 
     @property
     def memory_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from featstore import arguments as args
 from featstore.base.dtypes import Scalar
+from featstore.base.sequences import known_length
 from featstore.errors import SourceError
 from featstore.sampling.minibatch import Ids, split
 from featstore.trace.recorder import Recorder
@@ -48,7 +49,7 @@ def fill(
 ) -> None:  # fmt: skip
     """Record what is not recorded yet."""
     done = len(recorder)
-    total = min((n for n in (_length(batches), limit) if n is not None), default=None)
+    total = min((n for n in (known_length(batches), limit) if n is not None), default=None)
     if total is not None and done > total:
         raise SourceError(
             f"the unfinished recording has {done:,} mini-batches already, more than the {total:,} to "
@@ -76,13 +77,6 @@ def fill(
             "there is nothing to record: the iterable gave no mini-batch (an iterator gives its own "
             "only once)"
         )
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # so says a PyTorch DataLoader over data of unknown length
-        return None
 
 
 def _after(batches: Iterable[Any], skip: int) -> Iterator[Any]:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
-from featstore.base.sequences import each_of
+from featstore.base.sequences import each_of, known_length
 from featstore.errors import ArgumentError, SourceError
 from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, split
@@ -108,7 +108,7 @@ def see(make_batches: MakeBatches, nodes: Callable[[Any], Any] | None, seconds: 
     held: list[Any] = []
     costs: list[Cost] = []
     count, watch = 0, Clock()
-    epoch = len(batches) if isinstance(batches, Sized) else None
+    epoch = known_length(batches)
     for _ in range(PROFILE_PASSES_MAX):
         before, clock = len(ids), Clock()
         for batch in each_of(batches):
@@ -122,6 +122,11 @@ def see(make_batches: MakeBatches, nodes: Callable[[Any], Any] | None, seconds: 
                 return Seen(ids, held, epoch, _mean(costs[1:]))
             clock = Clock()
         epoch = epoch or len(ids)
+        if epoch == 1:
+            raise SourceError(
+                "an epoch is one mini-batch, and which stage keeps others waiting shows where there are "
+                "several: make smaller ones (--batch-size)"
+            )
         if len(ids) == before:
             break
     if len(ids) < 2:

@@ -4,7 +4,7 @@ other buffers would do."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from featstore.tune import profiling as pf
@@ -41,6 +41,7 @@ class Tuning:
     the model's order. ``hit_rate``: expected of the buffer. ``filling``: it was not full when the profile
     ended, and will do better. ``curve``: what other sizes of the buffer would do. ``memory_bytes``,
     ``memory``: the loader's budget, and by use. ``left_out``: what there was no time to measure, in words.
+    ``given``: the options of the loader that it was tuned with.
     """
 
     choice: Choice
@@ -58,6 +59,7 @@ class Tuning:
     policy: Mapping[str, str]
     profile: Profile
     left_out: tuple[str, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -75,12 +77,13 @@ class Tuning:
         return self.choice.train_threads
 
     def loader_options(self) -> dict[str, Any]:
-        """Options of :meth:`featstore.Store.loader`, mode online."""
+        """Options of :meth:`featstore.Store.loader`, mode online: those found, and those that were given to
+        tune with, but for ``nodes``."""
         reading = self.choice.reading
         found = {"memory": self.memory_bytes, "engine": reading.engine, "queue_depth": reading.queue_depth,
                  "extracted": reading.extracted, "reader_memory": reading.reader_bytes,
                  "threads": reading.threads}  # fmt: skip
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in found.items() if value is not None} | dict(self.given)
 
     def apply(self) -> None:
         """Set the number of torch's threads in this process, where torch is loaded."""
@@ -99,8 +102,13 @@ class Tuning:
             }
             for stage in STAGES
         ]
+        plain = (str, int, float, type(None))
+        options = {
+            key: value if isinstance(value, plain) else str(value)
+            for key, value in self.loader_options().items()
+        }
         return {
-            "choice": asdict(self.choice), "loader_options": self.loader_options(),
+            "choice": asdict(self.choice), "loader_options": options,
             "cores": self.profile.cores, "stages": rows, "slowest_before": self.before.slowest,
             "slowest": self.after.slowest, "forecast_seconds_before": self.before.seconds,
             "forecast_seconds": self.after.seconds, "seconds_before": self.seconds_before,

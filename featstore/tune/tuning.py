@@ -353,6 +353,7 @@ class _Tuner:
             any(distinct[t] < slots[t] < self._store.tables[t].rows for t in slots),
             tuple(self._curve(profile, after, slots, per_batch)), self._memory_bytes, self._memory,
             self._policy, profile, tuple(self._time.left_out),
+            {name: one for name, one in self._options.items() if name != "nodes"},
         )  # fmt: skip
 
     def _curve(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import WaitTimeoutError
@@ -146,6 +147,8 @@ def stand_in(columns: int, fanouts: Sequence[int], hidden: int = 256) -> Callabl
     import torch
     from torch import nn
 
+    from featstore.base.tensors import as_tensor
+
     class Sage(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -171,7 +174,8 @@ def stand_in(columns: int, fanouts: Sequence[int], hidden: int = 256) -> Callabl
     optimiser = torch.optim.Adam(model.parameters())
 
     def step(batch: Any) -> None:
-        x = torch.as_tensor(batch.x).reshape(len(batch.n_id), -1).float()
+        rows = as_tensor(batch.x) if isinstance(batch.x, np.ndarray) else batch.x
+        x = rows.reshape(len(batch.n_id), -1).float()
         labels = torch.as_tensor(batch.n_id[: batch.sample["nodes"][0]]).long() % CLASSES
         loss = nn.functional.cross_entropy(model(x, batch.sample), labels)
         optimiser.zero_grad()

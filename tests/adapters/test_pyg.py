@@ -15,11 +15,12 @@ import pytest
 
 import featstore
 from featstore.base.hashing import fold_ids
-from featstore.errors import FeatstoreError, IdError, SourceError
+from featstore.errors import ArgumentError, FeatstoreError, IdError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import open_sampler
 from featstore.sampling.neighbors import NeighborSampler
 from featstore.sampling.options import SamplingOptions
+from featstore.storage.edge_types import node_tables
 
 with warnings.catch_warnings():
     # PyG scripts some of its own classes on import, which newer PyTorch calls deprecated.
@@ -51,7 +52,7 @@ class ArrayReader:
         self.tables = {
             name: Table(len(array), array.shape[1:], array.dtype) for name, array in arrays.items()
         }
-        self.store = self
+        self.store, self.node_types, self.featureless = self, node_tables(self.tables), list[str]()
 
     def read(self, ids: dict[str, Any]) -> dict[str, Any]:
         self.requests.append({name: len(one) for name, one in ids.items()})
@@ -302,6 +303,34 @@ def test_feature_store_refusals() -> None:
     with pytest.raises(SourceError, match="read-only"):
         store.remove_tensor(None, "x", None)
     assert reader.requests == []
+
+
+def test_types_without_features_and_copies_have_none(tmp_path: Path) -> None:
+    edges = {("author", "writes", "paper"): np.array([[0, 1, 2], [1, 2, 3]])}
+    tables = {"paper": np.ones((5, 2), np.float32), "author": 7}
+    with (
+        featstore.pack(tmp_path / "s", tables, graph=edges) as store,
+        store.reader(memory="16MiB") as reader,
+    ):
+        attrs = FeatstoreFeatures(reader).get_all_tensor_attrs()
+        assert [(one.group_name, one.attr_name) for one in attrs] == [("paper", "x")]
+        with (
+            featstore.SharedBuffer(store, memory="16MiB") as buffer,
+            buffer.client() as client,
+        ):
+            attrs = FeatstoreFeatures(client).get_all_tensor_attrs()
+            assert [(one.group_name, one.attr_name) for one in attrs] == [("paper", "x")]
+        assert FeatstoreFeatures(reader).get_tensor("paper", "x", slice(3, 1)).shape == (0, 2)
+
+
+def test_a_graph_between_two_types_knows_how_many_nodes_each_has(graph: Any) -> None:
+    between = ("author", "writes", "paper")
+    (attr,) = FeatstoreGraph(*graph, edge_type=between).get_all_edge_attrs()
+    assert attr.size == (None, NODES)
+    (attr,) = FeatstoreGraph(*graph, edge_type=between, source_nodes=NODES + 3).get_all_edge_attrs()
+    assert attr.size == (NODES + 3, NODES)
+    with pytest.raises(ArgumentError, match="source_nodes=3: the edges join nodes of one type"):
+        FeatstoreGraph(*graph, source_nodes=3)
 
 
 def test_graph_store(graph: Any) -> None:

@@ -774,6 +774,7 @@ CALLS: dict[str, Call] = {
             "indptr": ARRAY,
             "indices": ARRAY,
             "edge_type": Rule({**NONSENSE, "a text": "abc", "two": ("a", "b"), "numbers": (1, 2, 3)}),
+            "source_nodes": count(0).optional,
         },
     ),
     # Packing.

@@ -589,3 +589,29 @@ def go_through(base: Path, name: str, case: Case) -> None:
         CompiledLoader(compiled, device=device) as loader,
     ):
         case.check(loader, range(BATCHES))
+
+
+@pytest.mark.parametrize("edges", [1, 4, 12])
+def test_what_was_compiled_opens_in_the_memory_that_it_was_compiled_for(tmp_path: Path, edges: int) -> None:
+    """Whatever share of it samples take, of which several are read beforehand."""
+    nodes, rng = 20_000, np.random.default_rng(2)
+    rows = rng.standard_normal((nodes, 4)).astype(np.float32)
+
+    def batch() -> Any:
+        ids = rng.choice(nodes, 3000, replace=False)
+        return {"n_id": ids, "row": rng.integers(0, 3000, 3000 * edges), "col": np.arange(3000 * edges)}
+
+    batches = [batch() for _ in range(12)]
+    with featstore.pack(tmp_path / "s", rows) as store:
+        memory = 1 << 20
+        while True:
+            try:
+                loader = store.loader(batches, mode="compiled", name=f"own-{memory}", memory=memory)
+                break
+            except featstore.errors.BudgetError as error:
+                assert error.needed_bytes > memory
+                assert not (store.path / "packs" / f"own-{memory}").exists(), "it is known beforehand"
+                memory = error.needed_bytes
+        with loader:
+            for made, given in zip(loader, batches, strict=True):
+                np.testing.assert_array_equal(made.x, rows[given["n_id"]])

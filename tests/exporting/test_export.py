@@ -186,3 +186,51 @@ def test_the_zarr_array_has_rows_in_the_order_on_disk(store: Path) -> None:
         np.testing.assert_array_equal(array[...], TABLES["x"][node_of_row])
         with pytest.raises(UnknownNameError, match="no table 'z'"):
             opened.zarr("z")
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "exact"),
+    [
+        ("int64", "float64", False), ("uint64", "float64", False), ("int64", "complex128", False),
+        ("int32", "float64", True), ("uint32", "float64", True), ("int16", "float32", True),
+    ],
+)  # fmt: skip
+def test_whole_numbers_are_not_rounded(tmp_path: Path, stored: str, wanted: str, exact: bool) -> None:
+    """NumPy takes int64 to float64 for safe."""
+    rows = np.array([[np.iinfo(stored).max], [1]], stored)
+    featstore.pack(tmp_path / "s", rows).close()
+    if exact:
+        featstore.export(tmp_path / "s", "features", tmp_path / "o.npy", dtype=wanted)
+        assert np.load(tmp_path / "o.npy").astype(stored).tolist() == rows.tolist()
+    else:
+        with pytest.raises(ArgumentError, match="does not hold every value"):
+            featstore.export(tmp_path / "s", "features", tmp_path / "o.npy", dtype=wanted)
+
+
+@pytest.mark.parametrize("name", ["o.npy", "o.parquet"])
+def test_the_memory_that_is_said_to_be_needed_works(tmp_path: Path, name: str) -> None:
+    """Where the reader has a share of it, and the reader of keys another."""
+    rows = np.arange(40_000.0).reshape(20, 2000)
+    keys = [f"node-{k}" for k in range(20)]
+    featstore.pack(tmp_path / "s", rows, node_keys=keys).close()
+    given, tries = 1 << 10, 0
+    while True:
+        try:
+            featstore.export(tmp_path / "s", "features", tmp_path / name, memory=given)
+            break
+        except BudgetError as error:
+            assert error.given_bytes == given
+            assert error.needed_bytes > given
+            given, tries = error.needed_bytes, tries + 1
+    assert 1 <= tries <= 3
+    with featstore.open(tmp_path / "s") as store:
+        given, tries = 1 << 10, 0
+        while True:
+            try:
+                with store.ids("features", memory=given) as ids:
+                    assert ids.lookup(keys[3:5]).tolist() == [3, 4]
+                break
+            except BudgetError as error:
+                assert error.given_bytes == given
+                given, tries = error.needed_bytes, tries + 1
+    assert tries == 1

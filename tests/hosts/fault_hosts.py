@@ -57,26 +57,33 @@ def check(rows: Any, ids: Any, features: Any) -> None:
         os._exit(WRONG_ROWS)
 
 
-def be_host(rank: int, hosts: int, folder: str, name: str, train: bool, cut_after: float | None) -> None:
-    """Read or train until something goes wrong. ``cut_after``: seconds until this host's lines are cut."""
+def be_host(
+    rank: int, hosts: int, folder: str, name: str, train: bool, cut_after: float | None, ranks: int = 1
+) -> None:  # fmt: skip
+    """Read or train until something goes wrong. ``cut_after``: seconds until this host's lines are cut.
+    ``ranks``: of each host, which share a loader."""
     os.chdir(folder)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     features = np.load("features.npy")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/{name}.meeting", rank=rank, world_size=hosts,
+        "gloo", init_method=f"file://{folder}/{name}.meeting", rank=rank, world_size=hosts * ranks,
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     Path(f"{name}.begun.{rank}").touch()
     try:
-        work(rank, hosts, name, train, cut_after, features)
+        work(rank, hosts, name, train, cut_after, features, f"{folder}/{name}" if ranks > 1 else False)
     except PeerError as error:
         said = {"host": error.host, "rank": error.rank, "what": error.what, "at": time.time()}
         Path(f"{name}.told.{rank}").write_text(json.dumps(said))
         raise
 
 
-def work(rank: int, hosts: int, name: str, train: bool, cut_after: float | None, features: Any) -> None:
+def work(
+    rank: int, hosts: int, name: str, train: bool, cut_after: float | None, features: Any,
+    shared: str | bool = False,
+) -> None:  # fmt: skip
     before, end = sockets(), time.monotonic() + SECONDS  # before: those of the run
     rng = np.random.default_rng(rank)
     with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=3) as store:
@@ -90,7 +97,7 @@ def work(rank: int, hosts: int, name: str, train: bool, cut_after: float | None,
                     check(reader.read(ids), ids, features)
                     Path(f"{name}.open.{rank}").touch()
             return
-        with loader_of(store) as loader, open(f"{name}.log.{rank}", "w") as log:
+        with loader_of(store, shared=shared) as loader, open(f"{name}.log.{rank}", "w") as log:
             while time.monotonic() < end:
                 for number, batch in enumerate(loader):
                     check(batch.x, batch.n_id, features)

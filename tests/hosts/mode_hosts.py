@@ -64,7 +64,8 @@ def be_any_host(rank: int, hosts: int, folder: str) -> None:
             for _ in range(3):
                 assert (reader.read(ids) == features[ids]).all()
         told = []
-        for halo in (None, "20KiB", featstore.MassiveGNN(0.25, delta=2)):
+        kept = featstore.Buffer("s3-fifo", "20KiB")
+        for halo in (None, "20KiB", featstore.MassiveGNN(0.25, delta=2), kept):
             with store.loader(
                 seeds="train",
                 fanouts=(4, 3),
@@ -88,15 +89,26 @@ def be_any_host(rank: int, hosts: int, folder: str) -> None:
                 told.append({"rank": rank, "steps": steps, "padded": report.padded, "seen": seen})
                 if halo is None:
                     loader.save_cache("warm")
-        assert (store.part.path / "caches" / "warm.cache").exists(), "each host has its own"
-        with store.loader(
-            seeds="train", fanouts=(4, 3), batch_size=30, memory="48MiB", warm="warm"
-        ) as loader:
-            come = []
-            for batch in loader:
-                assert (batch.x == features[batch.n_id]).all()
-                come.append(loader.report().remote_rows)
-            assert come[-1] <= 1.2 * come[0], "what was saved is there before the first mini-batch"
+                elif not isinstance(halo, str):
+                    loader.save_cache(type(halo).__name__)
+        names = [
+            "Buffer.cache",
+            "Buffer.halo.cache",
+            "MassiveGNN.cache",
+            "MassiveGNN.halo.cache",
+            "warm.cache",
+        ]
+        there = sorted(path.name for path in (store.part.path / "caches").iterdir())
+        assert there == names, "each host has its own"
+        for warm, halo in (("warm", None), ("Buffer", kept), ("MassiveGNN", featstore.MassiveGNN(0.25))):
+            with store.loader(
+                seeds="train", fanouts=(4, 3), batch_size=30, memory="48MiB", warm=warm, halo=halo
+            ) as loader:
+                come = []
+                for batch in loader:
+                    assert (batch.x == features[batch.n_id]).all()
+                    come.append(loader.report().remote_rows)
+                assert come[-1] <= 1.2 * come[0], "what was saved is there before the first mini-batch"
         with store.loader(seeds="train", fanouts=(-1,), batch_size=30, memory="48MiB") as loader:
             for batch in loader:
                 assert (batch.x == features[batch.n_id]).all()

@@ -71,25 +71,28 @@ def wait_for(paths: list[Path]) -> None:
 
 def fault(
     folder: Path, context: Any, kind: str, hosts: int, name: str, *, train: bool, opening: bool = False,
-    late: float = 0.0,
+    late: float = 0.0, ranks: int = 1,
 ) -> Any:  # fmt: skip
-    """One fault at a moment that follows from its name, or ``late``; (victim, what the others were told)."""
-    draw = random.Random(name)
-    victim, moment = draw.randrange(hosts), late + draw.uniform(0, 0.3 if opening else 0.8)
-    cuts = [moment if kind == "cut" and rank == victim else None for rank in range(hosts)]
+    """One fault at a moment that follows from its name, or ``late``; (victim, what the others were told). Of
+    hosts with several ``ranks`` it is any of these."""
+    draw, world = random.Random(name), hosts * ranks
+    victim, moment = draw.randrange(world), late + draw.uniform(0, 0.3 if opening else 0.8)
+    cuts = [moment if kind == "cut" and rank == victim else None for rank in range(world)]
     processes = [
-        context.Process(target=fault_hosts.be_host, args=(rank, hosts, str(folder), name, train, cuts[rank]))
-        for rank in range(hosts)
+        context.Process(
+            target=fault_hosts.be_host, args=(rank, hosts, str(folder), name, train, cuts[rank], ranks)
+        )
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
     try:
-        wait_for([folder / f"{name}.{'begun' if opening else 'open'}.{rank}" for rank in range(hosts)])
+        wait_for([folder / f"{name}.{'begun' if opening else 'open'}.{rank}" for rank in range(world)])
         time.sleep(moment)
         if kind != "cut":
             os.kill(processes[victim].pid, getattr(signal, kind))
         at = time.time()
-        others = [rank for rank in range(hosts) if rank != victim]
+        others = [rank for rank in range(world) if rank != victim]
         patience = (3 if opening else 1) * TIMEOUT_SECONDS + GRACE_SECONDS
         for rank in others:
             processes[rank].join(max(0.0, at + patience + GRACE_SECONDS - time.time()))
@@ -116,6 +119,21 @@ def test_all_others_are_told_of_a_host_that_is_gone(
     name = f"{kind}{hosts}-{moment}"
     victim, told = fault(folder, context, kind, hosts, name, train=hosts == 3)
     assert [one["host"] for one in told] == [victim] * (hosts - 1), told
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+@pytest.mark.parametrize("leads", [True, False])
+def test_ranks_of_a_host_whose_others_stand_still_are_told(
+    folder: Path, context: Any, leads: bool, moment: int
+) -> None:
+    """The one that reads for its host, and one that is read for: those beside it, and other hosts."""
+    seeds = (f"beside-{leads}-{moment}-{number}" for number in range(100))
+    name = next(one for one in seeds if random.Random(one).randrange(4) % 2 == (not leads))
+    victim, told = fault(folder, context, "SIGSTOP", 2, name, train=True, ranks=2)
+    assert [one["host"] for one in told] == [victim // 2] * 3, told
+    assert any(one["rank"] == victim and "has said nothing for 3 seconds" in one["what"] for one in told), (
+        told
+    )
 
 
 def test_a_host_that_has_all_rows_that_it_wants_is_told_too(folder: Path, context: Any) -> None:

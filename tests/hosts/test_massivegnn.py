@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import ArgumentError, BudgetError, PeerError
-from featstore.hosts.massivegnn import Halo, HaloScores, MassiveGNNTier
+from featstore.hosts.halo import Halo
+from featstore.hosts.massivegnn import HaloScores, MassiveGNNTier
 from featstore.testing import ArraySource
 
 NODES = 400

@@ -16,6 +16,8 @@ import featstore
 from featstore.errors import BudgetError, FeatstoreError, IdError
 from featstore.hosts import messages as ms
 from featstore.hosts.copies import DiskCopies
+from featstore.hosts.places import HostPlace
+from featstore.hosts.split_store import WholeStore
 
 NODES, HOSTS = 400, 2
 TABLES = {
@@ -103,3 +105,26 @@ def test_what_putting_copies_in_order_takes_is_of_the_budget(folder: Path, monke
     assert needed > 20 << 16
     with hosts(folder / "copies", HOSTS, memory=f"{2 * needed}") as (stores, _):
         assert sum(stores[0].memory().values()) <= 2 * needed
+
+
+def test_the_memory_that_opening_is_said_to_need_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows have an order of their own, which is looked up while the owners are read. This process is
+    one that has no lines."""
+    nodes, rng = 600_000, np.random.default_rng(0)
+    edges = rng.integers(0, nodes, (2, nodes))
+    featstore.pack(
+        tmp_path / "s", np.zeros((nodes, 1), np.int8), graph=edges, order="ldg", partitions=64
+    ).close()
+    featstore.split(tmp_path / "s", 2, tmp_path / "parts")
+    monkeypatch.setattr(WholeStore, "_place", staticmethod(lambda hosts: HostPlace(0, hosts, 1, 2, 0)))
+    with pytest.raises(BudgetError) as refused:
+        featstore.open_split(tmp_path / "parts", memory=1)
+    assert refused.value.given_bytes == 1
+    needed = refused.value.needed_bytes
+    with featstore.open_split(tmp_path / "parts", memory=needed) as store:
+        assert store.owners["features"].hosts.shape == (nodes,)
+    with pytest.raises(BudgetError) as refused:
+        featstore.open_split(tmp_path / "parts", memory=needed - 1)
+    assert refused.value.needed_bytes == needed

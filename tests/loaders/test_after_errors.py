@@ -3,6 +3,7 @@ another epoch than its name says."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -385,3 +386,61 @@ def test_drop_last_leaves_something_or_says_so(store: Any) -> None:
     with store.loader(LinkBatches(sampler, links, 7, drop_last=True), memory="32MiB") as loader:
         assert len(list(loader)) == 4
         assert loader.report().dropped == 2
+
+
+@pytest.mark.parametrize("mode", ["online", "rolling"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_share_go_on_in_the_middle(store: Any, mode: str, ranks: int, tmp_path: Path) -> None:
+    """Wherever that is: where all ranks together have gone through as many as one has in an epoch, too."""
+
+    def made(rank: int, name: str) -> Any:
+        more = {"name": name} if mode != "online" else {}
+        return featstore.open(store.path).loader(
+            rank=rank, world_size=ranks, mode=mode, shared=str(tmp_path / name), **SAMPLED, **more
+        )
+
+    def resumed(loader: Any, state: Any) -> Any:
+        loader.load_state_dict(state)
+        return nodes_of(loader)
+
+    def all_of(name: str, work: Any, *given: Any) -> list[Any]:
+        with ThreadPoolExecutor(ranks) as pool:
+            loaders = list(pool.map(made, range(ranks), [name] * ranks))
+            found = list(pool.map(work, loaders, *given))
+            list(pool.map(lambda loader: loader.close(), loaders))
+        return found
+
+    before = all_of("first", epochs_and_states)
+    steps = len(before[0][0][0])
+    for at in (steps // 2, 1):
+        rest = all_of(f"at-{at}", resumed, [states[at - 1] for _, states in before])
+        assert rest == [epochs[0][at:] for epochs, _ in before]
+
+
+def test_of_given_mini_batches_nothing_is_left_for_other_ranks(store: Any) -> None:
+    batches = [np.arange(k, k + 5) for k in range(4)]
+    for mode in ("online", "rolling"):
+        more = {"mode": mode, "memory": "32MiB"} | ({"name": "given"} if mode == "rolling" else {})
+        with store.loader(batches, rank=0, world_size=2, **more) as loader:
+            for batch in loader:
+                state = loader.state_dict()
+                del batch
+        with store.loader(batches, **more) as loader:
+            loader.load_state_dict(state)
+            assert nodes_of(loader) == []
+            assert nodes_of(loader) == [one.tolist() for one in batches]
+
+
+def test_an_iteration_that_was_left_behind_ends_nothing_of_the_next(store: Any) -> None:
+    """Its loader is not that of the one that goes on, whose mini-batches the report counts."""
+    with store.loader(**options_of("rolling", "left")) as loader:
+        left = iter(loader)
+        next(left)
+        counted = []
+        for number, _ in enumerate(loader):
+            if number == 1:
+                del left
+                gc.collect()
+            counted.append(loader.report().batches)
+        assert counted == sorted(counted)
+        assert counted[-1] >= counted[0] + len(counted) - 1

@@ -24,6 +24,7 @@ from featstore.loaders.costs.popularity import learn
 from featstore.loaders.costs.prices import Pattern, measured, prices, without_requests
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.options import MODES
+from featstore.loaders.train import forecast_once
 from featstore.tiers.slots.simulation import simulate
 
 NODES, WIDTH, BATCH = 40_000, 64, 100
@@ -462,3 +463,12 @@ def test_rows_wanted_always_are_learned_as_such() -> None:
     ids = [np.concatenate([np.arange(50), 1000 + np.arange(k * 30, k * 30 + 30)]) for k in range(16)]
     popularity = learn(ids, 5000)
     assert popularity.rows[popularity.chance > 0.95].sum() == pytest.approx(50, rel=0.02)
+
+
+def test_a_forecast_that_fails_leaves_nothing(store: Any) -> None:
+    """What was recorded for it goes, whatever there was before."""
+    packs = store.path / "packs"
+    before = sorted(packs.iterdir()) if packs.exists() else None
+    with pytest.raises(BudgetError):
+        forecast_once(store, batches_of(4), "costs", memory=1 << 20)
+    assert (sorted(packs.iterdir()) if packs.exists() else None) == before

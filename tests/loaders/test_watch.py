@@ -246,3 +246,21 @@ def test_the_profiler_sees_what_the_loop_waits_for(path: Path) -> None:
         assert sum(1 for _ in loader) == 4
     (span,) = (one for one in seen.key_averages() if one.key == "featstore: wait for a mini-batch")
     assert span.count == 5, "each mini-batch, and the end"
+
+
+def test_mini_batches_whose_number_nobody_knows_are_told_of(
+    path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A DataLoader over data of unknown length has a len() that raises TypeError."""
+    torch = pytest.importorskip("torch")
+
+    class Unknown(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]
+        def __iter__(self) -> Any:
+            return iter([np.arange(k, k + 4) for k in range(5)])
+
+    batches = torch.utils.data.DataLoader(Unknown(), batch_size=None)
+    with featstore.open(path) as store, store.loader(batches, progress=True, memory="32MiB") as loader:
+        assert sum(1 for _ in loader) == 5
+        with pytest.raises(ArgumentError, match="no length"):
+            len(loader)
+    assert "epoch 0" in capfd.readouterr().err

@@ -228,3 +228,45 @@ def test_a_compiled_trace_opens_without_the_store_that_it_was_compiled_for(
         for wrong in ({"name": "all"}, {"batches": [TRAIN]}):
             with pytest.raises(ArgumentError, match="is a compiled trace itself"):
                 alone.loader(mode="compiled", memory="64MiB", **wrong)
+
+
+@pytest.mark.parametrize("mode", READ_MODES)
+def test_ids_are_those_whose_rows_were_asked_for(store: Any, mode: str) -> None:
+    """``nodes=`` says others than the sampler; in every mode x, n_id and what is attached are of the same."""
+    options: dict[str, Any] = {"seeds": TRAIN, "fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    more = {"name": f"named-{mode}"} if mode != "online" else {}
+
+    def last_ten(sample: Any) -> Any:
+        return np.sort(sample.node)[-10:]
+
+    with store.loader(mode=mode, nodes=last_ten, attach="label", memory="64MiB", **options, **more) as loader:
+        for batch in loader:
+            assert batch.n_id.tolist() == last_ten(batch.sample).tolist()
+            np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+            np.testing.assert_array_equal(batch.label, LABELS[batch.n_id])
+
+    def both(sample: Any) -> Any:
+        return {"features": sample.node[:9], "edge_features": np.arange(4)}
+
+    more = {"name": f"both-{mode}"} if mode != "online" else {}
+    with store.loader(mode=mode, nodes=both, attach="label", memory="64MiB", **options, **more) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.x["features"], FEATURES[batch.n_id["features"]])
+            np.testing.assert_array_equal(batch.x["edge_features"], OF_EDGES[:4])
+            np.testing.assert_array_equal(batch.label, LABELS[batch.n_id["features"]])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"fanouts": (5,)}, "fanouts= is for sampling"), ({"batch_size": 64}, "batch_size= is for sampling"),
+        ({"nodes": len}, "nodes= is for sampling"), ({"drop_last": True}, "drop_last= is for sampling"),
+        ({"residency": "fixed"}, "was compiled with residency='min', not 'fixed'"),
+    ],
+)  # fmt: skip
+def test_what_was_compiled_is_not_made_anew(store: Any, more: dict[str, Any], says: str) -> None:
+    """Options that would have no effect on it."""
+    options: dict[str, Any] = {"seeds": TRAIN, "fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    store.loader(mode="compiled", name="as-it-is", memory="64MiB", reuse=True, **options).close()
+    with pytest.raises(ArgumentError, match=says):
+        store.loader(mode="compiled", name="as-it-is", reuse=True, memory="64MiB", **more)

@@ -25,6 +25,7 @@ from featstore.engine.lane import Lane
 from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.layout import TableLayout
 from featstore.measure import bench as bench_module
+from featstore.measure import calibrate as calibrate_module
 from featstore.measure import engine_rates as module
 from featstore.measure.bench import bench
 from featstore.measure.calibrate import (
@@ -435,3 +436,19 @@ def test_what_is_left_open_is_told_and_keeps_no_engine(store: Store, monkeypatch
     assert calibrated_engine(store.path) is None
     with store.reader(static=None) as reader:
         assert (reader.engine.name, reader.model) == ("uring", model)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no second device is known here")
+def test_what_writing_costs_is_of_the_store_s_own_device(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside where the store is, and not beside a link to it."""
+    asked: list[Path] = []
+    monkeypatch.setattr(calibrate_module, "_write_byte_seconds", lambda beside, _: asked.append(beside))
+    os.symlink(store.path, tmp_path / "link")
+    measure(tmp_path / "link", HERE[0], seconds=0.05, data_bytes_min=0)
+    assert asked == [store.path.parent.resolve()]
+    monkeypatch.undo()
+    other = Path("/dev/shm") if os.stat("/dev/shm").st_dev != os.stat(store.path).st_dev else Path("/")
+    assert os.stat(other).st_dev != os.stat(store.path).st_dev
+    assert calibrate_module._write_byte_seconds(other, store.path) is None

@@ -915,3 +915,13 @@ def test_many_clients_at_once(store: featstore.Store, features: np.ndarray, poli
             assert min(future.result(100) for future in [pool.submit(go, seed) for seed in range(6)]) > 5
         assert eventually(lambda: nothing_is_held(shared))
         assert watched.wrong == []
+
+
+def test_notes_of_an_error_arrive_with_it() -> None:
+    error = SourceError("what went wrong")
+    error.add_note("on host 3 (rank 5)")
+    arrived = passed_errors.decode_error(passed_errors.encode_error(error, "the owner"))
+    assert arrived.__notes__ == ["on host 3 (rank 5)"]
+    assert not hasattr(
+        passed_errors.decode_error(passed_errors.encode_error(SourceError(""), "")), "__notes__"
+    )

@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import featstore
+from featstore.base.dtypes import bfloat16
 from featstore.engine import choose
 from featstore.errors import BudgetError, SourceError, WaitTimeoutError
+from featstore.loaders.batch import Batch
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.tiers.slots.layout import POLICIES
@@ -40,7 +42,7 @@ from featstore.tune.allocation import (
 from featstore.tune.timetable import Timetable
 from featstore.tune.trials import candidates
 from featstore.tune.tuning import tune
-from featstore.tune.workload import neighbour_batches
+from featstore.tune.workload import neighbour_batches, stand_in
 
 ROWS, BATCHES = 3000, 9
 MEMORY = 8 << 20
@@ -503,3 +505,23 @@ def test_what_workers_raise_comes_through(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError, match="timed out of mind") as raised:
         list(neighbour_batches(sampler, np.arange(9), 3)(1))
     assert not isinstance(raised.value, WaitTimeoutError)
+
+
+def test_an_epoch_of_one_mini_batch_is_refused(store: Any) -> None:
+    with pytest.raises(SourceError, match=r"an epoch is one mini-batch.*make smaller ones"):
+        quickly(store, lambda workers: Skewed(batches=1))
+
+
+def test_what_it_was_tuned_with_is_part_of_the_options(store: Any) -> None:
+    """Whoever copies them has the loader that was measured."""
+    result = quickly(store, lambda workers: Skewed(), trials=0, policy="lru", verify=False)
+    assert {"policy": "lru", "verify": False}.items() <= result.loader_options().items()
+    assert {"policy": "lru", "verify": False}.items() <= result.to_dict()["loader_options"].items()
+    with store.loader(Skewed(), mode="online", **result.loader_options()) as loader:
+        assert sum(1 for _ in loader) == BATCHES
+
+
+def test_the_model_that_stands_in_trains_on_bfloat16() -> None:
+    sample = {"nodes": (2, 3), "edges": (3,), "row": np.array([2, 3, 4]), "col": np.array([0, 0, 1])}
+    rows = np.ones((5, 4), np.float32).astype(bfloat16())
+    stand_in(4, (3,))(Batch(0, np.arange(5), rows, sample))

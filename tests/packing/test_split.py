@@ -38,6 +38,7 @@ from featstore.packing.split.directory import can_go_on
 from featstore.reader.reader import Reader
 from featstore.storage.disk import Disk
 from featstore.storage.relations import edge_tables
+from featstore.storage.transaction import Transaction
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
 from disks import FailingDisk, Lost
@@ -805,3 +806,19 @@ def test_a_topology_that_counts_otherwise_is_refused(tmp_path, store):
             featstore.open(tmp_path / "out/host-1")
         (tmp_path / "out/host-1/featstore.json").write_bytes(encode_manifest(own))
     featstore.open(tmp_path / "out/host-1").close()
+
+
+def test_room_for_copies_is_asked_for_as_far_as_there_can_be_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other hosts' rows no more than edges lead to, however many a limit would let in."""
+    nodes = 40_000
+    edges = np.stack([np.arange(nodes), (np.arange(nodes) + 1) % nodes])  # a ring: few are cut
+    featstore.pack(tmp_path / "s", np.ones((nodes, 64), np.float32), graph=edges, order="ldg").close()
+    asked: list[int] = []
+    monkeypatch.setattr(Transaction, "check_space", lambda self, needed: asked.append(needed))
+    featstore.split(tmp_path / "s", 4, tmp_path / "plain")
+    plain, asked[:] = list(asked), []
+    featstore.split(tmp_path / "s", 4, tmp_path / "parts", halo_disk="1000x")
+    more = [one - other for one, other in zip(asked, plain, strict=True)]
+    assert 0 <= max(more) < 256 * nodes // 10

@@ -66,5 +66,6 @@ def auto(
         reading,
     )  # fmt: skip
     seen = look_at_batches(store, batches, wanted.nodes, seconds=LOOKED_SECONDS, share=LOOKED_SHARE)
-    costs = costs_of(store, wanted, seen)
+    # without trying partitions out, which auto does not take, in as much memory again
+    costs = costs_of(store, wanted, seen, tried=False)
     return Taken(costs.mode, costs.because, costs)

@@ -124,8 +124,9 @@ def loader_costs(
         return costs_of(store, asked, seen)
 
 
-def costs_of(store: OpenStore, asked: Training, seen: Looked) -> LoaderCosts:
-    """What each mode costs for mini-batches that were looked at."""
+def costs_of(store: OpenStore, asked: Training, seen: Looked, *, tried: bool = True) -> LoaderCosts:
+    """What each mode costs for mini-batches that were looked at. ``tried``: sampling in partitions is tried
+    out, where there is time."""
     world = World(
         store, seen, _shares(store, asked, seen),
         parse_disk(asked.disk, store), free_bytes(store.path), asked.train_seconds or 0.0, asked.reading,
@@ -133,7 +134,7 @@ def costs_of(store: OpenStore, asked: Training, seen: Looked) -> LoaderCosts:
     exact = _decided(world, asked) if seen.whole else None
     found = {
         "online": online_cost(world), "compiled": compiled_cost(world, exact), "rolling": rolling_cost(world),
-        "partitions": partitions_cost(world, asked.own, asked.memory_bytes, asked.seconds),
+        "partitions": partitions_cost(world, asked.own, asked.memory_bytes, asked.seconds if tried else 0),
     }  # fmt: skip
     modes: dict[str, ModeCost] = {name: found[name] for name in MODES}
     mode, because = choice(modes, disk=asked.disk is not None, repeats=asked.repeats, epochs=asked.epochs)

@@ -329,12 +329,12 @@ class _Prepared:
 
 def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
     asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
-    total, scanned, reads = max(1.0, sum(asked.values())), 0.0, 0.0
+    total, scanned = max(1.0, sum(asked.values())), 0.0
     for name, table in world.tables.items():
         inner = memory_bytes - packing_reader_bytes(memory_bytes, table.row_bytes)
         sizes = packing_sizes(world.batches, table.row_bytes, inner)
         scanned += sizes.episodes * table.data_bytes if asked[name] / total * laid.packed_bytes > 0 else 0
-        reads += scanned / EXTENT_BYTES_MAX
+    reads = scanned / EXTENT_BYTES_MAX
     ids = world.batches * sum(world.seen.mean_asked(n) for n in world.tables)
     trace = 8 * ids + world.batches * float(np.mean(world.seen.sample_bytes))
     written = trace + laid.disk_bytes

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.sequences import known_length
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.loaders.whole import WantedRows
@@ -69,7 +70,8 @@ def look_at_batches(
     """
     begin = time.perf_counter()
     epoch = epoch_of(batches, 0)
-    count = len(epoch) if isinstance(epoch, Sized) else epoch_batches
+    length = known_length(epoch)
+    count = epoch_batches if length is None else length
     most = None if count is None else min(count, max(LEAST_BATCHES, int(share * count)))
     ids: dict[str, list[NDArray[np.int64]]] = {}
     asked: dict[str, list[int]] = {}

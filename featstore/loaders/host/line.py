@@ -14,12 +14,14 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from featstore.base.system import refusal
+from featstore.base.threads import Worker
 from featstore.errors import ArgumentError, ClosedError, WaitTimeoutError
 from featstore.shared import protocol
 
@@ -186,3 +188,38 @@ def line_to(address: str) -> Line:
             "that nobody else has"
         )
     return line
+
+
+class Pulse:
+    """Says on a line, a few times in ``timeout_seconds``, that this rank is alive, and whether it waits: then
+    it is answered. In a thread, which knows nothing of whose line it is, so that it keeps nobody alive."""
+
+    _TIMES = 5
+
+    def __init__(self, line: Line, timeout_seconds: float) -> None:
+        self._line, self._seconds = line, timeout_seconds / self._TIMES
+        self.waiting = False
+        self._over = threading.Event()
+        self._worker = Worker(self._go, "featstore-host-pulse")
+        self._worker.start()
+
+    def _go(self) -> None:
+        while not self._over.wait(self._seconds):
+            self._line.mention("there", self.waiting)
+
+    def hear(self) -> tuple[tuple[Any, ...] | None, list[int]]:
+        """The next message, as :meth:`Line.hear`. Raises WaitTimeoutError where even that one is alive has
+        not been said in time."""
+        self.waiting = True
+        try:
+            try:
+                return self._line.hear(self._TIMES * self._seconds)
+            except WaitTimeoutError:  # this process may have stood still itself
+                self._line.mention("there", True)
+                return self._line.hear(self._seconds)
+        finally:
+            self.waiting = False
+
+    def end(self) -> None:
+        """May be called more than once."""
+        self._over.set()

@@ -16,9 +16,9 @@ from typing import Any
 from featstore.base.passed_errors import decode_error
 from featstore.base.process import OneProcess
 from featstore.base.state import position_of
-from featstore.errors import ArgumentError, ClosedError, FeatstoreError
+from featstore.errors import ArgumentError, ClosedError, FeatstoreError, WaitTimeoutError
 from featstore.loaders.batch import Batch
-from featstore.loaders.host.line import Line, line_to, pair
+from featstore.loaders.host.line import Line, Pulse, line_to, pair
 from featstore.loaders.host.place import Place, fingerprint
 from featstore.loaders.host.service import HostService, error_of
 from featstore.loaders.host.slots import SharedSlots
@@ -38,7 +38,7 @@ class HostMode(OneProcess, Mode):
     of the host; ``per_step``: seeds of a step of all ranks. ``make``: called in local rank 0 alone, see
     :class:`featstore.loaders.host.service.HostService`. Raises ArgumentError where the ranks do not belong
     together, WaitTimeoutError where one does not come, ClosedError where one dies; what ``make`` raises, in
-    every rank.
+    every rank. Of several hosts PeerError where a rank of this one says nothing any more.
     """
 
     called = "the loader"
@@ -57,6 +57,8 @@ class HostMode(OneProcess, Mode):
         self._last_report: LoaderReport | None = None
         self._file = -1  # the shared memory, until it is mapped
         self._ended = b""  # the error that tells why nothing comes any more
+        self._place = place
+        self._pulse: Pulse | None = None
         alike = fingerprint(options)
         with ExitStack() as opened:
             if place.local_rank == 0:
@@ -71,6 +73,9 @@ class HostMode(OneProcess, Mode):
                 self._line.say("hello", place.local_rank, rank, alike)
             _, slot_bytes, self._template = self._heard("welcome")
             self._slots = SharedSlots(self._file, slot_bytes)
+            if place.timeout_seconds is not None and place.local_rank:
+                self._pulse = Pulse(self._line, place.timeout_seconds)
+                opened.callback(weakref.finalize(self, self._pulse.end))
             # Who ends without having closed, says so as well; who is killed does not.
             opened.callback(weakref.finalize(self, _say_close, self._line, os.getpid()))
             self._opened = opened.pop_all()
@@ -86,7 +91,7 @@ class HostMode(OneProcess, Mode):
         while True:
             if self._ended:
                 raise decode_error(self._ended)
-            message, descriptors = self._line.hear()
+            message, descriptors = self._hear()
             if descriptors:
                 self._file = descriptors[0]
             if message is None:
@@ -98,8 +103,18 @@ class HostMode(OneProcess, Mode):
                 self._ended = error_of(ClosedError(_OWNER_CLOSED))
             elif message[0] in kinds:
                 return message
-            else:
+            elif message[0] != "here":
                 self._others.append(message)
+
+    def _hear(self) -> tuple[tuple[Any, ...] | None, list[int]]:
+        if self._pulse is None:
+            return self._line.hear()
+        try:
+            return self._pulse.hear()
+        except WaitTimeoutError:
+            error = self._place.silent(0)
+            self._ended = error_of(error)
+            raise error from None
 
     # Going through it.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from featstore.arguments import as_text
-from featstore.errors import ArgumentError
+from featstore.errors import ArgumentError, PeerError
 from featstore.hosts.places import HostPlace
 
 #: What tells one run of ``torchrun`` from another on the same host.
@@ -22,17 +22,26 @@ _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
 
 
 class Place(NamedTuple):
-    """``local_rank`` of the ``ranks`` of this host, and the ``name`` under which they meet."""
+    """``local_rank`` of the ``ranks`` of this host, and the ``name`` under which they meet. Of several hosts
+    which one it is, and after how many seconds in which a rank says nothing it is given up."""
 
     local_rank: int
     ranks: int
     name: str
+    host: HostPlace | None = None
+    timeout_seconds: float | None = None
 
     @property
     def address(self) -> str:
         """Of the owner's socket."""
         named = hashlib.sha256(f"{os.getuid()} {self.name}".encode()).hexdigest()
         return f"\0featstore-host-{named[:32]}"
+
+    def silent(self, local_rank: int) -> PeerError:
+        """What is raised where a rank of this host, which is one of several, says nothing."""
+        assert self.host is not None
+        rank = self.host.leaders[self.host.machine] + local_rank
+        return PeerError(self.host.host, rank, f"has said nothing for {self.timeout_seconds:g} seconds")
 
 
 def place_of(
@@ -98,7 +107,7 @@ def check_same(mine: Mapping[str, str], theirs: Mapping[str, str], local_rank: i
         )
 
 
-def on_host(place: Place | None, host: HostPlace) -> Place | None:
+def on_host(place: Place | None, host: HostPlace, timeout_seconds: float) -> Place | None:
     """A rank's place among those of its host, of a store that is split by hosts. Raises ArgumentError."""
     if host.ranks == 1:
         return None
@@ -107,4 +116,5 @@ def on_host(place: Place | None, host: HostPlace) -> Place | None:
             f"each host has {host.ranks} ranks, and local rank 0 has the lines to other hosts: give "
             "shared=True, and the ranks of a host share a loader"
         )
-    return Place(host.local_rank, host.ranks, f"{place.name} host {host.host} of {host.hosts}")
+    name = f"{place.name} host {host.host} of {host.hosts}"
+    return Place(host.local_rank, host.ranks, name, host, timeout_seconds)

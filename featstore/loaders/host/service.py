@@ -4,7 +4,8 @@ Two threads. One goes through the loader and hands over; the other hears what th
 die. The owner's own rank is a rank like the others, with a line within the process.
 
 *From ranks:* ``begin`` an epoch, from where; ``gone``, the arrays of a mini-batch are; ``kept``, those of one
-are, though the loop has had its successor; ``stop``, this epoch is broken off; ``report``; ``close``.
+are, though the loop has had its successor; ``stop``, this epoch is broken off; ``report``; ``close``. Of
+several hosts also ``there``, it is alive, and whether it waits: then ``here`` is the answer.
 *To ranks:* ``welcome``, with the shared memory; ``batch``; ``end`` of the epoch; ``error``, which ends it;
 ``report``; ``closed``, with the last report; ``failed``, for good. What concerns an epoch has the number that
 the rank gave it.
@@ -13,6 +14,7 @@ the rank gave it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -56,6 +58,7 @@ class _Rank:
     begun: Begin | None = None  # and the epoch has not
     active: Begin | None = None  # in the epoch under way
     closed: bool = False
+    heard: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
         """The epoch that it has begun is under way."""
@@ -89,6 +92,7 @@ class HostService:
         self, place: Place, rank: int, options: Mapping[str, str], memory_bytes: int, own: Line,
         make: Callable[[tuple[int, ...], int], Mode],
     ) -> None:  # fmt: skip
+        self._place = place
         meeting = Meeting(place.address)
         try:
             lines = meeting.lines(place.ranks - 1)
@@ -286,19 +290,44 @@ class HostService:
                 there = {one.line.socket.fileno(): one for one in self._ranks if not one.closed}
                 if not there or -1 in there:
                     return
-                for number in heard_from([one.line.socket for one in there.values()]):
+                before = time.monotonic()
+                for number in heard_from([one.line.socket for one in there.values()], self._pulse_seconds):
                     self._hear_one(there[number])
                 self._changed.set()
+                if self._pulse_seconds is not None:
+                    self._check_heard(before)
         except BaseException as error:
             self._fail(error)
 
+    @property
+    def _pulse_seconds(self) -> float | None:
+        """How often it is looked who is alive; None where that is not asked."""
+        return None if self._place.timeout_seconds is None else self._place.timeout_seconds / 5
+
+    def _check_heard(self, before: float) -> None:
+        """Give up who has said nothing for too long. ``before``: when it was listened last; where that was
+        long ago, this process has stood still itself."""
+        assert self._place.timeout_seconds is not None
+        now = time.monotonic()
+        for one in self._ranks[1:]:
+            if now - before > self._place.timeout_seconds / 2:
+                one.heard = now
+            elif not one.closed and now - one.heard > self._place.timeout_seconds:
+                self._fail(self._place.silent(one.number))
+                with self._lock:
+                    one.leave()
+
     def _hear_one(self, one: _Rank) -> None:
         message, _ = one.line.hear()
+        one.heard = time.monotonic()
         if message is None:
             # First why, and then that: else the other thread would say that it has closed.
             self._fail(ClosedError(f"local rank {one.number} of this host has died"))
             with self._lock:
                 one.leave()
+        elif message[0] == "there":
+            if message[1]:
+                one.line.mention("here")
         elif message[0] == "report":
             with self._lock:
                 report = self._last_report or self._mode.report()

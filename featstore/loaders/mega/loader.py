@@ -191,7 +191,8 @@ class PartitionsLoader(PrefetchingLoader):
     def _begin_prefetch(self) -> Prefetch:
         with self._alone("another iteration of this loader has begun"):
             self._check_size()
-            self._padded = self._dropped = 0
+            known = (0, 0) if self.passes == "auto" else self.seeds_of_batches(self._epoch)[1:]
+            self._padded, self._dropped = known
             self._prefetch = _Prefetch(self, self._epoch, self._place)
             return self._prefetch
 
@@ -230,10 +231,10 @@ class PartitionsLoader(PrefetchingLoader):
             self._on_devices.resident.hold(taken)
         sampling = Sampling(taken, self.sets.parts, self.drawn.seeds, self._options, self._drawn_with)
         drawings = [Drawing(sampling, replace(self._options, rank=r), self._outputs) for r in self.ranks]
-        share, per_pass = drawings[0].share, drawings[0].per_pass
-        passes = self._choose_passes(per_pass) if place.passes is None else place.passes
-        self._padded += share.padded * passes
-        self._dropped += share.dropped * passes
+        passes = self._choose_passes(drawings[0].per_pass) if place.passes is None else place.passes
+        if self.passes == "auto":  # known as they begin
+            self._padded += drawings[0].share.padded * passes
+            self._dropped += drawings[0].share.dropped * passes
         return drawings, passes
 
     def _choose_passes(self, per_pass: int) -> int:
@@ -300,8 +301,7 @@ class PartitionsLoader(PrefetchingLoader):
         another store, seed or size of mega-batch."""
         epoch, step, at = position_of(state, self._identity, _PLACE, most=self.sets.steps)
         pass_, number, size = (args.as_count(at[key], f"{key} of the state", 0) for key in _PLACE[:-1])
-        passes = at["passes"]
-        passes = None if passes is None else args.as_count(passes, "passes of the state")
+        passes = None if at["passes"] is None else args.as_count(at["passes"], "passes of the state")
         with self._alone("a state has been loaded since this iteration began"):
             self._epoch, self._place = epoch, Position(step, pass_, number, size, passes)
 

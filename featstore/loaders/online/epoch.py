@@ -36,7 +36,7 @@ class ForEpoch(Protocol):
 
     def beginning(self, index: int) -> None: ...
 
-    def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any: ...
+    def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int, *, named: bool) -> Any: ...
 
 
 @dataclass
@@ -120,7 +120,7 @@ class OnlineEpoch(Prefetch):
             while not self._stop:
                 if self._begin_next(under_way) or self._assemble_next(under_way):
                     continue
-                if not under_way and not self._sampled and self._sampled_all:
+                if not under_way and self._sampled_all and not self._sampled:  # said after the last
                     break
                 self._changed.wait()
             if self._sampling_error is not None and not self._stop:
@@ -215,7 +215,7 @@ class OnlineEpoch(Prefetch):
     def _finish(self, one: _Sampled, rows: dict[str, Any], room: int, begin: float) -> None:
         gathered, stages = time.perf_counter(), self._loader.report_stages
         ids = {self.extraction.table_of[t]: i for t, i in one.ids.items()}
-        batch = self._loader.finished(ids, one.sample, rows, one.index)
+        batch = self._loader.finished(ids, one.sample, rows, one.index, named=list(one.ids) != [""])
         stages.add("gather", gathered - begin)
         stages.add("hand over", time.perf_counter() - gathered)
         self._last_room = self.extraction.own_room(one.ids)

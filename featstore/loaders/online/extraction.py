@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.errors import BudgetError, SourceError
+from featstore.hosts.kept_halo import KeptHalo
 from featstore.hosts.source import HostsRows
 from featstore.hosts.split_store import reader_of
 from featstore.loaders.online.budget import BESIDE_KEPT, DEPTH, BudgetSplit, Demand
 from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
-from featstore.loaders.online.options import check_extraction, static_rows
+from featstore.loaders.online.options import check_extraction, static_ids, static_rows
 from featstore.loaders.online.pieces import InPieces, PieceTicket
 from featstore.loaders.online.report import Counted
 from featstore.reader.reader import Reader
@@ -59,7 +60,8 @@ class Extraction:
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted = extracted
         self._static, self._reader_options = static, reader
-        self._devices, self._device_policy, self._halo = devices, device_policy, halo
+        self._devices, self._device_policy = devices, device_policy
+        self._halo = None if halo is None else KeptHalo(halo, store)
         self.output_memory: Callable[[int], NDArray[np.uint8]] = aligned_buffer  # for rows copied out
         self._split = BudgetSplit(
             store, memory_bytes, policy=policy, extracted=extracted, reader_bytes=reader_memory,
@@ -91,7 +93,8 @@ class Extraction:
 
         ``index``: the number of a mini-batch that finds no room, or whose tables are new, after others, of
         which the loop has one that needs ``held_bytes`` of room. What was there goes, the rows in the buffers
-        and what policies knew of them too. Raises BudgetError, and then nothing has changed.
+        and what policies knew of them too, but not the halo. Raises BudgetError, and then nothing has
+        changed.
         """
         table_of_type = self._types | self._named(ids)
         own = self._asked_by(ids, table_of_type)
@@ -115,6 +118,8 @@ class Extraction:
                 self.buffers[name] = self._buffer(name, count, asked.expected(name))
             self._open_devices()
             if self._warm is not None and index is None:
+                if self._halo is not None:  # first, as what is loaded next may be there then
+                    self._halo.load(self._warm)
                 self._load(self._warm)
         except BaseException:
             self._let_go()
@@ -142,7 +147,7 @@ class Extraction:
     def _let_go(self) -> None:
         """Close reader and buffers, and give back their memory."""
         before = self._before.plus(self._reader, self.buffers, self.on_devices)
-        self.close()
+        self._close_levels()
         self._before, self.buffers, self.on_devices, self._reader = before, {}, {}, None
         self._choices, self._memory = Choices(), {}
         self._outputs.shrink()
@@ -174,7 +179,7 @@ class Extraction:
     def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
         assert self._reader is not None
         static = (
-            self._static_ids(table, slots - BESIDE_KEPT * batch_rows)
+            static_ids(self.store, self._static, self._kept, table, slots - BESIDE_KEPT * batch_rows)
             if self.policy == "static" and slots < self.store.tables[table].rows
             else None
         )
@@ -185,20 +190,6 @@ class Extraction:
             self._choices.add(table, buffer, choosing_bytes(tables, self.memory_bytes)[table])
         buffer.on_change = lambda: self.on_change()
         return buffer
-
-    def _static_ids(self, table: str, most: int) -> NDArray[Any] | None:
-        """Node ids of the rows that stay: those given, for which there are slots, or of the highest
-        degree."""
-        if self._static is not None:
-            return (self._kept or {}).get(table, np.empty(0, np.int64))
-        ranked = self.store.tables[table].rows_by_degree(max(0, most))
-        if ranked is None:
-            raise SourceError(
-                f"the policy 'static' keeps the rows of the highest degree, which table {table!r} does "
-                "not know: pack with a graph, or say which rows with static="
-            )
-        node_of_row = self.store.tables[table].node_of_row()
-        return ranked if node_of_row is None else node_of_row[ranked]
 
     # Mini-batches.
 
@@ -361,6 +352,8 @@ class Extraction:
             for table, buffer in self.buffers.items()
         }
         saved.save(self.store, name, pieces, policies=policies)
+        if self._halo is not None:
+            self._halo.save(name)
 
     def _load(self, name: str) -> None:
         """Read the rows that were saved, as many as fit."""
@@ -383,6 +376,11 @@ class Extraction:
 
     def close(self) -> None:
         """Begin nothing more."""
+        self._close_levels()
+        if self._halo is not None:
+            self._halo.close()
+
+    def _close_levels(self) -> None:
         for buffer in self.buffers.values():
             buffer.close()
         for level in self.on_devices.values():

@@ -22,13 +22,14 @@ only how long it takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from featstore import arguments as args
 from featstore.base.environment import MEMORY
+from featstore.base.sequences import known_length
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch, filled, wants_tensors
@@ -145,9 +146,10 @@ class OnlineLoader(PrefetchingLoader):
         self._begun = False  # this epoch was, and its rest is not wanted unless a state says so
 
     def __len__(self) -> int:
-        if not isinstance(self._batches, Sized):
+        length = known_length(self._batches)
+        if length is None:
             raise ArgumentError("the mini-batches have no length")
-        return len(self._batches)
+        return length
 
     # Iterating.
 
@@ -225,8 +227,8 @@ class OnlineLoader(PrefetchingLoader):
         """The rows of this mini-batch are asked for next."""
         self.on_begin(self._epoch, index)
 
-    def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any:
-        """What the training loop gets."""
+    def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int, *, named: bool) -> Any:
+        """What the training loop gets. ``named``: it has said of which types the ids are."""
         x: dict[str, Any] = dict(rows)
         if wants_tensors(self._tensors, sample, self._device):
             from featstore.base.tensors import as_tensor
@@ -234,7 +236,7 @@ class OnlineLoader(PrefetchingLoader):
             x = {name: as_tensor(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
             if self._transfer is not None:
                 x = self._transfer(x)
-        if len(self.extraction.buffers) == 1:
+        if len(self.extraction.buffers) == 1 and not (named and self.store.edge_types):
             batch = Batch(index, next(iter(ids.values())), next(iter(x.values())), sample)
         else:
             batch = Batch(index, ids, x, sample)

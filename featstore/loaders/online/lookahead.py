@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from featstore.arguments import shown
 from featstore.errors import ArgumentError
 from featstore.hosts.ahead import Ahead
-from featstore.hosts.massivegnn import halo_ids_of
+from featstore.hosts.halo import halo_ids_of
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.prefetch import Sampler, epoch_of, parts_of
 from featstore.sampling.batches import RankedBatches, SampledBatches

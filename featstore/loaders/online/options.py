@@ -63,3 +63,20 @@ def static_rows(static: Any, tables: Mapping[str, Table]) -> dict[str, NDArray[n
                     f"static: node id {bad} is out of range: table {name!r} has {tables[name].rows:,} rows"
                 )
     return found
+
+
+def static_ids(
+    store: OpenStore, static: Any, kept: Mapping[str, NDArray[np.int64]] | None, table: str, most: int
+) -> NDArray[Any]:
+    """Node ids of a table's rows that stay: those given as ``static=``, which are ``kept``, or
+    ``most`` of the highest degree. Raises SourceError."""
+    if static is not None:
+        return (kept or {}).get(table, np.empty(0, np.int64))
+    ranked = store.tables[table].rows_by_degree(max(0, most))
+    if ranked is None:
+        raise SourceError(
+            f"the policy 'static' keeps the rows of the highest degree, which table {table!r} does "
+            "not know: pack with a graph, or say which rows with static="
+        )
+    node_of_row = store.tables[table].node_of_row()
+    return ranked if node_of_row is None else node_of_row[ranked]

@@ -34,7 +34,7 @@ __all__ = ["is_typed_ogb", "typed_ogb_inputs"]
 _TRIPLETS, _NODES = "triplet-list.csv.gz", "num-node-dict.csv.gz"
 _FLAGS = ("nodetype-has-feat.csv.gz", "nodetype-has-label.csv.gz", "nodetype-has-split.csv.gz")
 _SPLITS = ("train", "valid", "test")
-_END = ".csv.gz"
+_END, _LABEL = ".csv.gz", ".node-label"
 
 
 def is_typed_ogb(spec: Any) -> bool:
@@ -88,7 +88,7 @@ class _DataSet:
             if path not in edges.values():
                 counts |= self._take(path)
         self._check_flags(_FLAGS[0], {name for name, table in self.tables.items() if isinstance(table, Path)})
-        self._check_flags(_FLAGS[1], {n.partition(".")[0] for n in self.arrays if n.endswith(".node-label")})
+        self._check_flags(_FLAGS[1], {n.removesuffix(_LABEL) for n in self.arrays if n.endswith(_LABEL)})
         warnings = self._beside()
         names = {"__".join(t): t for t in self.triplets}
         graphs: dict[Any, Any] = {t: self.raw / path.parent for t, path in edges.items()}

@@ -194,8 +194,8 @@ def _of_none(data: Any, arrays: Mapping[str, Any]) -> list[str]:
 def _edge_rows(data: Any, tables: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, str]:
     """The tables and arrays of edges, and of which relation: ``src__rel__dst``, "" of a `Data`."""
     if _is_hetero(data):
-        kinds = ["__".join(kind) for kind in data.edge_types]
-        return {n: n.partition(".")[0] for n in (*tables, *arrays) if n.partition(".")[0] in kinds}
+        kinds = sorted(("__".join(kind) for kind in data.edge_types), key=len)
+        return {n: kind for n in (*tables, *arrays) for kind in kinds if f"{n}.".startswith(f"{kind}.")}
     names = [name for name in arrays if data.is_edge_attr(name)]
     return dict.fromkeys(names + ["edge_features"] * ("edge_features" in tables), "")
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from featstore.arguments import known_name
 from featstore.errors import ArgumentError, SourceError
 from featstore.packing.inputs import Inputs, node_mask
+from featstore.storage.edge_types import typed_name
 from featstore.storage.manifest import HALO, HALO_DEGREES, HALO_IDS, HALO_USES, check_name
 from featstore.storage.store import OpenStore
 
@@ -103,7 +104,8 @@ def _training(train: Any, of: Joined) -> dict[str, NDArray[np.bool_]]:
     dealt = sorted(of.joined)
     if not isinstance(train, Mapping):
         if isinstance(train, str) and of.typed:  # of the type that it is named after
-            dealt = [train.partition(".")[0]] if train.partition(".")[0] in dealt else dealt
+            kind = typed_name(train, dealt)[0]
+            dealt = [kind] if kind in dealt else dealt
         if len(dealt) > 1:
             raise ArgumentError(
                 f"train must say whose nodes they are, as {{{dealt[0]!r}: ...}}: there are graphs over "

@@ -288,8 +288,7 @@ class _Split:
         tables = plan.store.tables.values()
         needed = sum(self._rows_bytes(table, host) for table in tables)
         named = {graph.source_table.name for graph in plan.store.graphs.values()} - {*plan.store.featureless}
-        others = {name: plan.store.tables[name].rows - plan.rows_of(name, host) for name in sorted(named)}
-        needed += sum(plan.copies_bytes(host, others).values())
+        needed += sum(plan.copies_bytes(host, {name: self._halo_max(name, host) for name in named}).values())
         copies = 2 if plan.split_topology else 1  # of lists: among its rows, and whole
         needed += copies * self._graph_bytes // plan.hosts
         fingerprint = {"topology": topology, "host": host}
@@ -297,6 +296,13 @@ class _Split:
             name, fingerprint, needed,
             lambda transaction: write_part(plan, transaction, host, topology, self._provenance()),
         )  # fmt: skip
+
+    def _halo_max(self, name: str, host: int) -> int:
+        """Nodes of a table that a host's lists may name of others, at most."""
+        plan = self._plan
+        of = [graph.name for graph in plan.store.graphs.values() if graph.source_table.name == name]
+        edges = sum(plan.remote_edges[one][host] for one in of)
+        return min(edges, plan.store.tables[name].rows - plan.rows_of(name, host))
 
     def _rows_bytes(self, table: Table, host: int) -> int:
         """Disk for a host's rows of a table, and for a while as much again where they go through a spill."""
