@@ -105,16 +105,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first, so that at the end no worker waits for another; what is marked thorough only where it
-    is asked for."""
+    """Long files first, so that at the end no worker waits for another; what is marked thorough, and all
+    examples of properties, only where it is asked for."""
     if not config.getoption("--thorough"):
         left_out = pytest.mark.skip(reason="much the same as another, and long: --thorough")
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(left_out)
+        for test in {getattr(item, "obj", None) for item in items}:
+            try_fewer(test)
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
     gc.enable()
+
+
+def try_fewer(test: object) -> None:
+    """Half of the examples of a property: each run draws others."""
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > 3:
+        test._hypothesis_internal_use_settings = settings(own, max_examples=(own.max_examples + 1) // 2)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,8 +24,10 @@ from featstore.base.ids import parse_ids
 from featstore.base.progress import OnStep, watched
 from featstore.errors import ArgumentError, BudgetError, IdError
 from featstore.exporting.targets import Exported, RowBlocks, target_of
+from featstore.plan.budget import least_reading_bytes
 from featstore.reader.columns import columns_of
 from featstore.reader.keys import NodeKeys
+from featstore.reader.lookup import table_need
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
 from featstore.storage.store import OpenStore, as_store
@@ -86,23 +88,22 @@ def export_table(
         own = memory_bytes // _READER_SHARE
         beside = 16 + _KEY_BYTES * keyed
         row = _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + beside
-        block = (memory_bytes - own) // row
-        if block < 1:
-            what = "hold a row of the table twice beside what reads it"
-            raise BudgetError(_READER_SHARE * row, memory_bytes, what)
         shares = 2 if keyed else 1  # of what reads
+        least = least_reading_bytes([table_need(chosen, reader.get("verify", True))])
+        least = max(least, NodeKeys.least_bytes(opened, table)) if keyed else least
+        needed = _READER_SHARE * max(row, shares * least)
+        if memory_bytes < needed:
+            what = "hold a row of the table twice, and read"
+            raise BudgetError(needed, memory_bytes, what)
+        block = (memory_bytes - own) // row
 
         def blocks() -> RowBlocks:
             with ExitStack() as held:
                 share = own // shares
-                try:
-                    keys_of = held.enter_context(NodeKeys(opened, table, share)) if keyed else None
-                    rows_of = held.enter_context(
-                        Reader(opened, tables=[table], memory=share, static=None, **reader)
-                    )
-                except BudgetError as error:
-                    needed = error.needed_bytes * shares * _READER_SHARE
-                    raise BudgetError(needed, memory_bytes, error.what) from None
+                keys_of = held.enter_context(NodeKeys(opened, table, share)) if keyed else None
+                rows_of = held.enter_context(
+                    Reader(opened, tables=[table], memory=share, static=None, **reader)
+                )
                 for low in range(0, rows, block):
                     high = min(rows, low + block)
                     some = np.arange(low, high) if wanted is None else wanted[low:high]

@@ -58,7 +58,7 @@ class KeptHalo:
 
     def over(self, below: RowSource) -> Tier:
         """The tier, now over this source: a new one where it has other tables. Raises BudgetError."""
-        if self._tier is not None and self._below is not None and self._tables == below.tables:
+        if self._tier is not None and self._below is not None and set(self._tables) == set(below.tables):
             self._below.take_from(below)
             return self._tier
         self.close()

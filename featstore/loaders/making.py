@@ -71,8 +71,9 @@ class Making:
                 because = "what rows of other hosts take is not known beforehand: ask for another mode, mode="
                 self.taken = auto_is_online(given, because)
         self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
-        whole = TypedWhole if store.edge_types else Whole
-        self.whole = whole(store, given.get("edge_table"), given.get("attach", ()))
+        parts = store, given.get("edge_table"), given.get("attach", ())
+        named = given.get("nodes") is not None
+        self.whole = TypedWhole(*parts, named=named) if store.edge_types else Whole(*parts)
         held = self.whole.held_bytes + halo_bytes(store, given, batches)
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"
@@ -182,9 +183,9 @@ class Making:
         others = [name for name in SAMPLING if name not in ("seeds", "seed")]  # which is of shuffle=, too
         for name in (*others, "nodes", "drop_last"):
             if self.given.said.get(name, False) is not False:
+                instead = "" if self._alone else "give seeds= and fanouts=, too, or "
                 raise ArgumentError(
-                    f"{name}= is for sampling, and what was compiled is taken as it is: give seeds= and "
-                    "fanouts=, too, or leave it out"
+                    f"{name}= is for sampling, and what was compiled is taken as it is: {instead}leave it out"
                 )
 
     def _compiled_before(self) -> bool:

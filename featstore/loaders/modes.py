@@ -163,10 +163,11 @@ def compiled_mode(
             _check_shuffled(compiled.entry.residency)
         asked = options.get("residency", compiled.entry.residency)
         if asked != compiled.entry.residency:
+            what = f"was compiled with residency={compiled.entry.residency!r}, not {asked!r}"
+            if name is None:
+                raise ArgumentError(f"{store.path} {what}: leave it out")
             raise ArgumentError(
-                f"reuse= finds under the name {name!r} what was compiled with "
-                f"residency={compiled.entry.residency!r}, not {asked!r}: give another name=, or leave out "
-                "reuse="
+                f"what reuse= finds under the name {name!r} {what}: give another name=, or leave out reuse="
             )
         return CompiledMode(compiled, seed if shuffle else None, memory=memory, **loader)
     except BaseException:

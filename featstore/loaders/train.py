@@ -55,9 +55,11 @@ def _compile(
         done = True
         return made
     finally:
-        if done or options.get("dry_run"):
-            remove_trace(packs / f"{name}{TRACES}", door)
-        lock.release(remove=True)
+        try:
+            if done or options.get("dry_run"):
+                remove_trace(packs / f"{name}{TRACES}", door)
+        finally:
+            lock.release(remove=True)
 
 
 def _epochs(sampler: Sampler, counts: list[int]) -> Iterator[Any]:

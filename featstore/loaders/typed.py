@@ -25,12 +25,13 @@ class TypedWhole(Whole):
     ``edge_table``: a name or several, of tables of edges, whose rows ``edge_attr`` has by edge type, found by
     ``e_id``. ``attach``: names of arrays, ``TYPE.NAME``, each with a value for each node of that type, or for
     each edge of the edge type, by its number: the mini-batch has them as ``NAME``, by type. Rows of nodes
-    without features are not read. Raises ArgumentError, UnknownNameError, SourceError.
+    without features are not read. ``named``: ``nodes=`` says whose rows are wanted. Raises ArgumentError,
+    UnknownNameError, SourceError.
     """
 
-    def __init__(self, store: OpenStore, edge_table: Any, attach: Any) -> None:
+    def __init__(self, store: OpenStore, edge_table: Any, attach: Any, *, named: bool = False) -> None:
         super().__init__(store, None, ())
-        self._named = False  # nodes= says whose rows are wanted
+        self._named = named
         self.featureless = frozenset(store.featureless)
         self.edge_types = _edge_tables(store, edge_table)
         self._edge_type_of = {joined_name(edge_type): edge_type for edge_type in store.edge_types}
@@ -61,7 +62,6 @@ class TypedWhole(Whole):
         check: Callable[[], None] | None,
     ) -> TypedRows:  # fmt: skip
         """Mini-batches as pairs of the ids wanted by table, and the sample."""
-        self._named = nodes is not None
         return TypedRows(self, batches, nodes, recorded, check)
 
     @property
@@ -74,19 +74,18 @@ class TypedWhole(Whole):
         batch = as_batch(made)
         if isinstance(field_of(batch.sample, "row"), Mapping):  # sampled here, around nodes or links
             given, batch.n_id = batch.n_id, ids_of(batch.sample)
-            if not isinstance(batch.x, Mapping):  # rows of one table alone: that of whose nodes there are
-                there = [name for name in self._tables if len(batch.n_id.get(name, ()))]
-                batch.x = {(there or self._tables)[0]: batch.x}
-                given = given if isinstance(given, Mapping) else dict.fromkeys(batch.x, given)
+            asked = given if self._named and isinstance(given, Mapping) else batch.n_id
+            if not isinstance(batch.x, Mapping):
+                batch.x = {self._only_of(asked): batch.x}
             if self._named:  # whose rows x has
+                given = given if isinstance(given, Mapping) else dict.fromkeys(batch.x, given)
                 own = {name: ids for name, ids in given.items() if name not in self.edge_types}
                 batch.n_id = {**batch.n_id, **own}
             if self.edge_types:
                 batch.edge_attr = {of: batch.x[name] for name, of in self.edge_types.items()}
             batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}
         elif isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
-            (name,) = (name for name in batch.n_id if name not in self.featureless)
-            batch.x = {name: batch.x}
+            batch.x = {self._only_of(batch.n_id): batch.x}
         if not isinstance(batch.x, Mapping):  # of ids without a type
             return self._plain(batch)
         by_name: dict[str, dict[Any, Any]] = {}
@@ -102,6 +101,11 @@ class TypedWhole(Whole):
         for name, by_type in by_name.items():
             self._attach(batch, name, by_type)
         return batch
+
+    def _only_of(self, ids: Mapping[str, Any]) -> str:
+        """The table whose rows came alone: that of whose nodes there are."""
+        there = [name for name in self._tables if len(ids.get(name, ()))]
+        return (there or [name for name in self._tables if name in ids] or self._tables)[0]
 
     def _plain(self, batch: Batch) -> Batch:
         """A mini-batch without types, of the only type of nodes."""

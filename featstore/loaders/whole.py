@@ -183,14 +183,15 @@ class Whole:
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)
         if isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
-            (batch.n_id,) = batch.n_id.values()  # of one table, whose rows x are
+            # of one table, whose rows x are; others have none
+            batch.n_id = max(batch.n_id.values(), key=len)
         edges = self.edge_table
         if edges is not None and isinstance(batch.x, Mapping) and edges in batch.x:
             edge_attr, (batch.x,) = batch.x[edges], (r for name, r in batch.x.items() if name != edges)
             batch.edge_attr = edge_attr
             if isinstance(batch.n_id, Mapping):
                 batch.n_id = next(ids for name, ids in batch.n_id.items() if name != edges)
-        like = next(iter(batch.x.values())) if isinstance(batch.x, Mapping) else batch.x
+        like = next(iter(batch.x.values()), None) if isinstance(batch.x, Mapping) else batch.x
         for name, array in self.arrays.items():
             if hasattr(batch, name):
                 raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
@@ -228,7 +229,7 @@ def _edges_of(sample: Any, name: str) -> Any:
 def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
     """The values of nodes, as an array or, where their rows ``like`` are one, a tensor beside them."""
     values: Any = array[np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)]
-    if isinstance(like, np.ndarray):
+    if like is None or isinstance(like, np.ndarray):
         return values
     from featstore.base.tensors import as_tensor, to_device
 

@@ -113,6 +113,15 @@ class Budget:
         return high
 
 
+def least_reading_bytes(tables: Sequence[TableNeed]) -> int:
+    """The smallest budget of a reader of these tables."""
+    try:
+        Budget.split(0, tables)
+    except BudgetError as error:
+        return error.needed_bytes
+    return 0
+
+
 def own_bytes(
     memory_bytes: int, tables: Sequence[TableNeed], beside_bytes: int | None = None, *,
     most: int | None = None,

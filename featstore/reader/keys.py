@@ -21,6 +21,8 @@ from featstore.base.compilation import njit
 from featstore.base.ids import parse_ids
 from featstore.base.keys import KEY_BYTES_MAX, KeyBlock, as_keys
 from featstore.errors import BudgetError, FormatError, IdError, SourceError, UnknownNameError
+from featstore.plan.budget import least_reading_bytes
+from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.storage.store import OpenStore, as_store
 from featstore.units import parse_bytes
@@ -80,13 +82,19 @@ class NodeKeys:
         own = budget // _READER_SHARE
         self._parts = {part: f"{table}/keys/{part}" for part in entry.parts}
         names = list(self._parts.values())
-        try:
-            self._reader = Reader(store, tables=names, memory=budget - own, static=None)
-        except BudgetError as error:
-            raise BudgetError(error.needed_bytes * _READER_SHARE, budget, error.what) from None
+        least = self.least_bytes(store, table)
+        if budget < least:
+            raise BudgetError(least, budget, f"look up keys of table {table!r}")
+        self._reader = Reader(store, tables=names, memory=budget - own, static=None)
         self._piece = max(16, own // _KEY_BYTES)
         self._key_bytes = max(KEY_BYTES_MAX, own // 4)
         self._bits = (entry.starts.rows - 1).bit_length() - 1
+
+    @staticmethod
+    def least_bytes(store: OpenStore, table: str) -> int:
+        """The smallest budget that works."""
+        parts = [store.table(f"{table}/keys/{part}") for part in store.manifest.keys[table].parts]
+        return _READER_SHARE * least_reading_bytes([table_need(part, True) for part in parts])
 
     def __len__(self) -> int:
         """Number of nodes."""

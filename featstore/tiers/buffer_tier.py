@@ -207,8 +207,11 @@ class BufferTier(OverSource):
     def held(self, table: str) -> Iterator[NDArray[np.int64]]:
         """Node ids of the rows in a table's buffer, in pieces, the least wanted first."""
         buffer = self._buffers[table]
-        buffer.settle()
-        yield from buffer.cached_pieces()
+        with self._taking_slots:  # no policy is chosen meanwhile
+            buffer.settle()
+            yield from buffer.cached_pieces()
+            if self.policy == "auto":  # which may keep some for good
+                yield from buffer.kept_pieces()
 
     def load(self, cache: SavedCache, table: str) -> None:
         """Read the rows that were saved, the last ones, as many as fit."""

@@ -31,6 +31,7 @@ from featstore.engine.ring_count import BUSY
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.extraction import PINNED_SHARE
 from featstore.loaders.online.loader import OnlineLoader
+from featstore.loaders.options import LoaderOptions
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import QUEUE_DEPTH_MAX, READING, READING_THREADS_MAX, as_memory, chosen_engine
@@ -353,7 +354,7 @@ class _Tuner:
             any(distinct[t] < slots[t] < self._store.tables[t].rows for t in slots),
             tuple(self._curve(profile, after, slots, per_batch)), self._memory_bytes, self._memory,
             self._policy, profile, tuple(self._time.left_out),
-            {name: one for name, one in self._options.items() if name != "nodes"},
+            {n: one for n, one in self._options.items() if n in {*LoaderOptions.__annotations__} - {"nodes"}},
         )  # fmt: skip
 
     def _curve(

@@ -114,8 +114,8 @@ def test_rows_are_those_of_the_whole(folder: Path, rows: Any, options: dict[str,
                     for name in rows:
                         assert (batch.n_id[name] == ids[name]).all()
             state = loader.state_dict()
-        options = {key: options[key] for key in options if key == "recorded_epochs"}
-        with store.loader(mode="compiled", name="a", reuse=True, memory=memory, **options) as loader:
+        again = {key: options[key] for key in options if key == "recorded_epochs"}
+        with store.loader(mode="compiled", name="a", reuse=True, memory=memory, **again) as loader:
             loader.load_state_dict(state)
             assert [batch.sample for batch in loader] == list(range(9))
         with store.compiled("a") as compiled:

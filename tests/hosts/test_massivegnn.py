@@ -15,6 +15,7 @@ from featstore.errors import ArgumentError, BudgetError, PeerError
 from featstore.hosts.halo import Halo
 from featstore.hosts.massivegnn import HaloScores, MassiveGNNTier
 from featstore.testing import ArraySource
+from featstore.tiers import saved
 
 NODES = 400
 
@@ -212,3 +213,29 @@ def test_it_is_of_split_stores(small: Any) -> None:
         featstore.MassiveGNN().host_bytes([store.table("features")])
     with pytest.raises((ArgumentError, BudgetError), match="split by hosts"):
         store.loader([np.arange(3)], halo=featstore.MassiveGNN())
+
+
+def test_rows_of_the_buffer_are_named_and_had_again(small: Any) -> None:
+    """Those of the least S_E first; in their place come those that were saved, by the next request."""
+    store, rows = small
+    ids = np.arange(0, NODES, 2)
+    halo, below = Halo(ids, np.arange(len(ids))), ArraySource(store, {"features": rows})
+    tier = tier_over(below, halo, 0.25, 3)
+    for step in range(4):
+        wanted = ids[5 + step : 60]
+        got = tier.submit({"features": wanted}, out=None).result()["features"]
+        np.testing.assert_array_equal(got, rows[wanted])
+    held = np.concatenate([*tier.held("features")])
+    assert tier.holds("features", held).all()
+    assert len(held) == len(np.unique(held)) == len(ids) // 4
+    held = ids[: len(held)]  # those of the lowest degree
+    saved.save(store, "scores", {"features": lambda: iter([held])})
+    other = tier_over(below, halo, 0.25, 3)
+    assert not other.holds("features", held).all()
+    with saved.SavedCache(store, "scores") as cache:
+        other.load(cache, "features")
+    assert other.holds("features", held).all()
+    asked = below.asked
+    got = other.submit({"features": held}, out=None).result()["features"]
+    np.testing.assert_array_equal(got, rows[held])
+    assert below.asked == asked + len(held), "each once, for the buffer"

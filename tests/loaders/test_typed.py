@@ -467,3 +467,42 @@ def test_edges_without_weight_are_never_drawn(dated: featstore.Store) -> None:
 def test_options_that_cannot_be(dated: featstore.Store, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         dated.loader(**options(**{"mode": "online"} | more))
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_rows_are_of_the_type_that_was_asked_for(store: featstore.Store, source: Source, mode: str) -> None:
+    """``nodes=`` beside sampling: n_id, x and what is attached are of the same, whatever was drawn."""
+    for what in ("author", "paper"):
+
+        def asked(sample: Any, what: str = what) -> Any:
+            return {what: sample.node[what][:7]}
+
+        more = {"name": f"asked-{mode}-{what}"} if mode != "online" else {}
+        with store.loader(**options(mode=mode, nodes=asked, attach="paper.y", **more)) as loader:
+            for batch in loader:
+                assert list(batch.x) == [what]
+                np.testing.assert_array_equal(batch.n_id[what], batch.sample.node[what][:7])
+                np.testing.assert_array_equal(batch.x[what], source.rows[what][batch.n_id[what]])
+                np.testing.assert_array_equal(batch.y["paper"], source.labels[batch.n_id["paper"]])
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_rows_of_edges_beside_nodes_that_are_named(source: Source, tmp_path: Path, mode: str) -> None:
+    tables = {"paper": source.rows["paper"], "paper__cites__paper": np.arange(1500.0)[:, None]}
+    arrays = {"paper.y": source.labels}
+    more = {"name": "edges"} if mode != "online" else {}
+    with (
+        featstore.pack(
+            tmp_path / "s", tables, graph={CITES: source.edges[CITES]}, edge_ids=True, arrays=arrays
+        ) as store,
+        store.loader(
+            **options(mode=mode, nodes=lambda sample: sample.node["paper"][::-1].copy(), attach="paper.y"),
+            edge_table="paper__cites__paper", **more,
+        ) as loader,
+    ):  # fmt: skip
+        for batch in loader:
+            ids = batch.n_id["paper"]
+            np.testing.assert_array_equal(ids, batch.sample.node["paper"][::-1])
+            np.testing.assert_array_equal(batch.x["paper"], source.rows["paper"][ids])
+            np.testing.assert_array_equal(batch.y["paper"], source.labels[ids])
+            np.testing.assert_array_equal(batch.edge_attr[CITES][:, 0], batch.e_id[CITES])

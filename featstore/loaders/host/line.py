@@ -14,14 +14,13 @@ import pickle
 import select
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from featstore.base.system import refusal
-from featstore.base.threads import Worker
+from featstore.base.threads import Wake, Worker
 from featstore.errors import ArgumentError, ClosedError, WaitTimeoutError
 from featstore.shared import protocol
 
@@ -73,6 +72,8 @@ class Line:
     def hear(self, timeout: float | None = None) -> tuple[tuple[Any, ...] | None, list[int]]:
         """The next message and the descriptors that came with it; None for the message where the other end is
         gone. Raises WaitTimeoutError."""
+        if self.socket.fileno() < 0:
+            return None, []
         if timeout is not None and not heard_from([self.socket], timeout):
             raise WaitTimeoutError(f"a rank of this host has said nothing for {timeout:.0f} seconds")
         for _ in range(2):  # messages may stand before the end that a reset tells of
@@ -199,12 +200,15 @@ class Pulse:
     def __init__(self, line: Line, timeout_seconds: float) -> None:
         self._line, self._seconds = line, timeout_seconds / self._TIMES
         self.waiting = False
-        self._over = threading.Event()
+        self._over, self._wake = False, Wake()  # an Event's lock may be this thread's, in a finalizer
         self._worker = Worker(self._go, "featstore-host-pulse")
         self._worker.start()
 
     def _go(self) -> None:
-        while not self._over.wait(self._seconds):
+        while True:
+            self._wake.wait(self._seconds)
+            if self._over:
+                return
             self._line.mention("there", self.waiting)
 
     def hear(self) -> tuple[tuple[Any, ...] | None, list[int]]:
@@ -222,4 +226,5 @@ class Pulse:
 
     def end(self) -> None:
         """May be called more than once."""
-        self._over.set()
+        self._over = True
+        self._wake.set()
