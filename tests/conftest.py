@@ -112,7 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(left_out)
-        for test in {getattr(item, "obj", None) for item in items}:
+        tests = [getattr(item, "obj", None) for item in items]
+        for test in {getattr(test, "__func__", test) for test in tests}:
             try_fewer(test)
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))

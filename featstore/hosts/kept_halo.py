@@ -72,6 +72,15 @@ class KeptHalo:
         tier: Any = self._tier
         return tier if hasattr(tier, "held") else None
 
+    def check_name(self, name: str) -> None:
+        """Raise SourceError for a name under which nothing can be saved."""
+        saved.cache_path(self._store, _named(name))
+
+    def check(self, name: str) -> None:
+        """Raise SourceError where what was saved is damaged."""
+        if is_there(saved.cache_path(self._store, _named(name))):
+            saved.SavedCache(self._store, _named(name)).close()
+
     def save(self, name: str) -> None:
         """Write down which rows are there; of one that looks ahead nothing, as it knows what comes."""
         tier = self._restored

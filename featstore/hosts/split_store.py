@@ -153,15 +153,13 @@ class WholeStore(OpenStore):
         with OpenStore(self.path) as topology:  # of which one table after the other is read
             reading = [own_bytes(1, [table_need(topology.tables[name], True)]) for name in names]
         opening = max([0, *reading, *(DiskCopies.opening_bytes(rows) for _, rows in of_copies)])
-        lines_bytes = 0
-        if place.leads and place.hosts > 1:
-            share = max(0, memory_bytes - held) // _LINES_SHARE
-            body_bytes = self._body_bytes(names, share, memory_bytes)
-            ids_max = ids_max_for(body_bytes)
-            lines_bytes = Exchange.held_bytes(place.hosts, body_bytes, ids_max, len(names))
         needs = [table_need(self.part.table(name), options.get("verify", True)) for name in names]
-        lists_least = self._lists_least(options)
-        needed = held + lines_bytes + own_bytes(1, needs) + lists_least
+        lists_least, lines_bytes = self._lists_least(options), 0
+        beside = held + own_bytes(1, needs) + lists_least
+        if place.leads and place.hosts > 1:
+            body_bytes, ids_max = self._lines(names, memory_bytes, held, beside, opening)
+            lines_bytes = Exchange.held_bytes(place.hosts, body_bytes, ids_max, len(names))
+        needed = beside + lines_bytes
         if memory_bytes < max(needed, held + opening):
             needed = max(needed, held + opening)
             raise BudgetError(needed, memory_bytes, "know the owners of all nodes, and serve other hosts")
@@ -229,12 +227,19 @@ class WholeStore(OpenStore):
         self._lists.say_too_long(of_all, given)
         return self._lists.memory_bytes
 
-    def _body_bytes(self, names: Sequence[str], share: int, memory_bytes: int) -> int:
+    def _lines(
+        self, names: Sequence[str], memory_bytes: int, held: int, beside: int, opening: int
+    ) -> tuple[int, int]:
+        """Bytes of an answer, and ids of an ask, in a share of what is left beside what is ``held`` for good,
+        and all that is ``beside`` lines. Raises BudgetError."""
+        share = max(0, min((memory_bytes - held) // _LINES_SHARE, memory_bytes - beside))
         try:
-            return body_bytes_for(self, names, share, self.place.hosts)
+            body_bytes = body_bytes_for(self, names, share, self.place.hosts)
         except BudgetError as error:
-            needed = memory_bytes + _LINES_SHARE * (error.needed_bytes - share)
+            least = error.needed_bytes
+            needed = max(held + _LINES_SHARE * least, beside + least, held + opening)
             raise BudgetError(needed, memory_bytes, error.what) from None
+        return body_bytes, ids_max_for(body_bytes)
 
     def _hosts_of(self, table: Table, memory_bytes: int) -> NDArray[Any]:
         """uint8 or uint16 [nodes], the host of each node."""

@@ -67,8 +67,8 @@ class LoaderOptions(TypedDict, total=False):
         attach: names of arrays in the store with a value for each node (labels, for example), or for each
             edge of a graph that keeps the numbers of its edges (weights): each mini-batch has them by these
             names, the values of its nodes or edges, as arrays or tensors like ``x``: of ``n_id``, whose rows
-            ``x`` has, and which ``nodes=`` says where it is given; of objects of PyG's and DGL's, of their
-            own.
+            ``x`` has, and which ``nodes=`` says where it is given (of types that it does not name, the
+            sampler's); of objects of PyG's and DGL's, of their own.
         edge_table: name of a table of edges: each mini-batch has its rows as ``edge_attr``, by the ``e_id``
             that the mini-batch brings, the numbers of edges that the table was packed with. The store's own
             sampling brings it where the graph was packed with edge ids. In mode partitions, too, these rows

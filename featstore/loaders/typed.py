@@ -12,7 +12,7 @@ from featstore import arguments as args
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch, ids_of, of_pyg
 from featstore.loaders.prefetch import Sampler
-from featstore.loaders.whole import WantedRows, Whole, as_batch, field_of, values_of
+from featstore.loaders.whole import WantedRows, Whole, as_batch, field_of, has_recorded_ids, values_of
 from featstore.sampling.minibatch import Ids
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.relations import type_of_array
@@ -71,23 +71,26 @@ class TypedWhole(Whole):
 
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
+        named = self._named or (isinstance(made, Batch) and has_recorded_ids(made.sample))
         batch = as_batch(made)
         if isinstance(field_of(batch.sample, "row"), Mapping):  # sampled here, around nodes or links
             given, batch.n_id = batch.n_id, ids_of(batch.sample)
-            asked = given if self._named and isinstance(given, Mapping) else batch.n_id
+            asked = given if named and isinstance(given, Mapping) else batch.n_id
             if not isinstance(batch.x, Mapping):
                 batch.x = {self._only_of(asked): batch.x}
-            if self._named:  # whose rows x has
+            if named:  # whose rows x has
                 given = given if isinstance(given, Mapping) else dict.fromkeys(batch.x, given)
                 own = {name: ids for name, ids in given.items() if name not in self.edge_types}
                 batch.n_id = {**batch.n_id, **own}
-            if self.edge_types:
-                batch.edge_attr = {of: batch.x[name] for name, of in self.edge_types.items()}
-            batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}
         elif isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
             batch.x = {self._only_of(batch.n_id): batch.x}
         if not isinstance(batch.x, Mapping):  # of ids without a type
             return self._plain(batch)
+        found = {of: batch.x[name] for name, of in self.edge_types.items() if name in batch.x}
+        if found:
+            batch.edge_attr = found
+            batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}
+            batch.n_id = {name: ids for name, ids in batch.n_id.items() if name not in self.edge_types}
         by_name: dict[str, dict[Any, Any]] = {}
         like = next(iter((batch.x or batch.edge_attr).values()))
         for name, array in self.arrays.items():
@@ -147,9 +150,10 @@ class TypedRows(WantedRows):
 
     def of(self, made: Any) -> tuple[Ids, Any]:
         ids, sample = super().of(made)
+        inner = sample["sample"] if has_recorded_ids(sample) else sample
         wanted = {name: one for name, one in ids.items() if name not in self._whole.featureless}
         for table, edge_type in self._whole.edge_types.items():
-            wanted[table] = _numbers(made, edge_type, f"edge_table={table!r}")
+            wanted[table] = _numbers(inner, edge_type, f"edge_table={table!r}")
         return wanted, sample
 
 

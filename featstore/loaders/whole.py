@@ -7,7 +7,7 @@ named, rows of edges, by their numbers (:class:`WantedRows`). When the rows are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,15 @@ class WantedRows:
 
     ``nodes``: finds the node ids. ``edges``: (table of nodes, table of edges), or None. ``recorded``: they
     are recorded, and what a training loop gets must know their node ids. ``check`` is called before each.
+    ``attached``: the tables of nodes of one of which each has to have ids.
     """
 
     def __init__(
         self, batches: Sampler, nodes: Callable[[Any], Any] | None, edges: tuple[str, str] | None,
-        recorded: bool, check: Callable[[], None] | None = None,
+        recorded: bool, check: Callable[[], None] | None = None, attached: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.sampler, self._nodes, self._edges, self._recorded = batches, nodes, edges, recorded
-        self._check = check
+        self._check, self._attached = check, attached
 
     def epoch(self, number: int) -> Iterable[Any]:
         return _Epoch(self, number)
@@ -47,6 +48,8 @@ class WantedRows:
         if self._check is not None:
             self._check()
         ids, sample = split(made, self._nodes)
+        if self._attached and not {*ids} & {"", *self._attached}:
+            raise _no_nodes(ids)
         if self._recorded and not _knows_ids(sample, named=self._nodes is not None):
             sample = {_IDS: ids[""] if list(ids) == [""] else dict(ids), "sample": sample}
         if self._edges is None:
@@ -57,7 +60,7 @@ class WantedRows:
                 f"edge_table= is for mini-batches with nodes of one table, {nodes!r}; these have "
                 f"{', '.join(map(repr, ids))}: name the rows of edges by nodes=, {{table: ids}}"
             )
-        numbers = field_of(sample["sample"] if _is_ours(sample) else sample, "e_id")
+        numbers = field_of(sample["sample"] if has_recorded_ids(sample) else sample, "e_id")
         if numbers is None:
             raise SourceError(
                 f"edge_table={edges!r} is read by e_id, the numbers of edges that it was packed with, which "
@@ -89,6 +92,8 @@ class Whole:
     def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
         self.edge_table, self.edges = edge_table, None
         self._nodes = nodes = store.node_types
+        alone = store.manifest.compiled  # a trace that is opened without the store that it was compiled for
+        self._with_rows = {*store.tables} - {*store.featureless} if alone is None else {*alone.tables}
         self._edge_tables = edge_tables(store)
         if edge_table is not None:
             args.known_name(edge_table, store.tables, "edge_table: the store has no table")
@@ -135,9 +140,10 @@ class Whole:
     ) -> WantedRows | None:  # fmt: skip
         """Mini-batches as pairs of the ids wanted by table, and the sample; None where they are as whoever
         reads their rows takes them."""
-        if not recorded and self.edges is None:
+        attached = self._nodes if nodes is not None and {*self.arrays} - self.of_edges else ()
+        if not recorded and self.edges is None and not attached:
             return None
-        return WantedRows(batches, nodes, self.edges, recorded, check)
+        return WantedRows(batches, nodes, self.edges, recorded, check, attached)
 
     def check_sampled(self, graph: StoredGraph) -> None:
         """Raise SourceError where the store samples from a graph whose edges do not number the rows of
@@ -183,8 +189,7 @@ class Whole:
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)
         if isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
-            # of one table, whose rows x are; others have none
-            batch.n_id = max(batch.n_id.values(), key=len)
+            batch.n_id = self._only_of(batch.n_id)
         edges = self.edge_table
         if edges is not None and isinstance(batch.x, Mapping) and edges in batch.x:
             edge_attr, (batch.x,) = batch.x[edges], (r for name, r in batch.x.items() if name != edges)
@@ -195,24 +200,33 @@ class Whole:
         for name, array in self.arrays.items():
             if hasattr(batch, name):
                 raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
-            ids = self._nodes_of(batch, name) if name not in self.of_edges else _edges_of(batch.sample, name)
+            ids = self._nodes_of(batch) if name not in self.of_edges else _edges_of(batch.sample, name)
             values = values_of(array, ids, like)
             setattr(batch, name, values)
             if of_pyg(batch.sample):
                 setattr(batch.sample, name, values)
         return batch
 
-    def _nodes_of(self, batch: Batch, name: str) -> Any:
+    def _only_of(self, ids: Mapping[str, Any]) -> Any:
+        """The ids of the table whose rows came alone: others have no rows, or of no node of theirs."""
+        found = [one for name, one in ids.items() if name in self._with_rows]
+        return max(found or ids.values(), key=len)
+
+    def _nodes_of(self, batch: Batch) -> Any:
         """The ids of a mini-batch's nodes. Raises ArgumentError where it has none of the table of nodes."""
         if not isinstance(batch.n_id, Mapping):
             return batch.n_id
         found = next((ids for table, ids in batch.n_id.items() if table in self._nodes), None)
         if found is None:
-            raise ArgumentError(
-                f"attach: {name!r} has values of nodes, and these mini-batches have rows of "
-                f"{', '.join(map(repr, batch.n_id))}: leave it out"
-            )
+            raise _no_nodes(batch.n_id)
         return found
+
+
+def _no_nodes(ids: Iterable[str]) -> ArgumentError:
+    return ArgumentError(
+        f"attach: these mini-batches have rows of {', '.join(map(repr, ids))}, and what is attached has "
+        "values of nodes: leave it out"
+    )
 
 
 def _edges_of(sample: Any, name: str) -> Any:
@@ -239,7 +253,7 @@ def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
 def as_batch(made: Any) -> Batch:
     """What a loader of any mode has made, as one class."""
     if isinstance(made, Batch):
-        if _is_ours(made.sample):
+        if has_recorded_ids(made.sample):
             made.n_id, made.sample = made.sample[_IDS], made.sample["sample"]
         return made
     if hasattr(made, "node_types"):
@@ -249,7 +263,8 @@ def as_batch(made: Any) -> Batch:
     return Batch(0, made.n_id, made.x, made)
 
 
-def _is_ours(sample: Any) -> bool:
+def has_recorded_ids(sample: Any) -> bool:
+    """Whether a recorded sample has the ids whose rows were wanted beside it."""
     return isinstance(sample, Mapping) and _IDS in sample
 
 

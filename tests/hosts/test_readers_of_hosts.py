@@ -15,6 +15,7 @@ from test_split_topology import each, graph_of, hosts, split
 import featstore
 from featstore.errors import BudgetError, FeatstoreError, IdError
 from featstore.hosts import messages as ms
+from featstore.hosts import split_store
 from featstore.hosts.copies import DiskCopies
 from featstore.hosts.places import HostPlace
 from featstore.hosts.split_store import WholeStore
@@ -128,3 +129,29 @@ def test_the_memory_that_opening_is_said_to_need_is_enough(
     with pytest.raises(BudgetError) as refused:
         featstore.open_split(tmp_path / "parts", memory=needed - 1)
     assert refused.value.needed_bytes == needed
+
+
+@pytest.mark.parametrize("split_topology", [False, True])
+def test_the_memory_of_one_that_has_lines_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split_topology: bool
+) -> None:
+    """Whatever the lines to other hosts take of it: two errors at most, and then it comes to the others."""
+    nodes = 300_000
+    edges = np.random.default_rng(0).integers(0, nodes, (2, nodes))
+    featstore.pack(
+        tmp_path / "s", np.zeros((nodes, 8), np.float32), graph=edges, order="ldg", partitions=64
+    ).close()
+    featstore.split(tmp_path / "s", 4, tmp_path / "parts", split_topology=split_topology)
+    monkeypatch.setattr(WholeStore, "_place", staticmethod(lambda hosts: HostPlace(0, hosts, 0, 1, 0)))
+    monkeypatch.setattr(split_store, "open_wire", lambda *_: 1 / 0)
+    for memory in (1, 1 << 20, 5 << 20, 7 << 20):
+        given, tries = memory, 0
+        while True:
+            try:
+                featstore.open_split(tmp_path / "parts", memory=given)
+            except ZeroDivisionError:
+                break
+            except BudgetError as error:
+                assert error.given_bytes == given < error.needed_bytes
+                given, tries = error.needed_bytes, tries + 1
+        assert tries <= 2

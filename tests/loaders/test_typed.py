@@ -506,3 +506,45 @@ def test_rows_of_edges_beside_nodes_that_are_named(source: Source, tmp_path: Pat
             np.testing.assert_array_equal(batch.x["paper"], source.rows["paper"][ids])
             np.testing.assert_array_equal(batch.y["paper"], source.labels[ids])
             np.testing.assert_array_equal(batch.edge_attr[CITES][:, 0], batch.e_id[CITES])
+
+
+def test_what_was_compiled_of_nodes_that_were_named_is_found_again(
+    store: featstore.Store, source: Source
+) -> None:
+    """Without saying so again, with seeds and without."""
+    given = options(mode="compiled", name="found-again", memory=MEMORY)
+    store.loader(**given, nodes=lambda sample: {"author": sample.node["author"][:7]}).close()
+    for more in (given, {"mode": "compiled", "name": "found-again", "memory": MEMORY}):
+        with store.loader(**more, reuse=True, attach="paper.y") as loader:
+            for batch in loader:
+                assert list(batch.x) == ["author"]
+                np.testing.assert_array_equal(batch.n_id["author"], batch.sample.node["author"][:7])
+                np.testing.assert_array_equal(batch.x["author"], source.rows["author"][batch.n_id["author"]])
+                np.testing.assert_array_equal(batch.y["paper"], source.labels[batch.n_id["paper"]])
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rows_of_edges_of_mini_batches_that_are_given(
+    store: featstore.Store, source: Source, mode: str, pairs: bool
+) -> None:
+    """By edge type, in ``edge_attr`` alone."""
+
+    def batch(number: int) -> Any:
+        rng = np.random.default_rng(number)
+        ids = {"paper": rng.choice(300, 9, replace=False), "author": rng.choice(120, 9, replace=False)}
+        sample = {"e_id": {WRITES: rng.choice(700, 9)}, "edge_index": {WRITES: np.zeros((2, 9), np.int64)}}
+        return (ids, sample) if pairs else {"n_id": ids, **sample}
+
+    batches = [batch(number) for number in range(5)]
+    more = {"name": f"edges-{mode}-{pairs}"} if mode != "online" else {}
+    with store.loader(
+        batches, mode=mode, edge_table="author__writes__paper", memory=MEMORY, **more
+    ) as loader:
+        for made, one in zip(loader, batches, strict=True):
+            ids, sample = one if pairs else (one["n_id"], one)
+            assert set(made.x) == set(made.n_id) == {"paper", "author"}
+            for name, rows in made.x.items():
+                np.testing.assert_array_equal(made.n_id[name], ids[name])
+                np.testing.assert_array_equal(rows, source.rows[name][ids[name]])
+            np.testing.assert_array_equal(made.edge_attr[WRITES], source.edge_rows[sample["e_id"][WRITES]])

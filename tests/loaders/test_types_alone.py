@@ -168,3 +168,20 @@ def test_text_is_left_out_of_pygs_mini_batches(tmp_path: Path) -> None:
         with loader:
             for data in loader:
                 assert "names" not in data["paper"]
+
+
+def test_a_trace_that_is_opened_alone_has_ids_of_those_with_rows(tmp_path: Path) -> None:
+    """Not those of a type without features, of whose nodes there are more."""
+    edges = {("author", "writes", "paper"): np.stack([np.arange(300) % 200, np.arange(300) % NODES])}
+    with featstore.pack(tmp_path / "s", {"paper": ROWS, "author": 200}, graph=edges) as store:
+        given: dict[str, Any] = {"seeds": ("paper", None), "fanouts": (5,), "batch_size": 10}
+        with store.loader(mode="compiled", name="a", residency="fixed", memory="32MiB", **given) as loader:
+            wanted = [(batch.n_id["paper"], batch.x["paper"]) for batch in loader]
+    with (
+        featstore.open(tmp_path / "s" / "packs" / "a") as trace,
+        trace.loader(mode="compiled", memory="32MiB") as loader,
+    ):
+        for batch, (ids, rows) in zip(loader, wanted, strict=True):
+            np.testing.assert_array_equal(batch.n_id, ids)
+            np.testing.assert_array_equal(batch.x, rows)
+            np.testing.assert_array_equal(batch.x, ROWS[ids])

@@ -256,6 +256,19 @@ def test_ids_are_those_whose_rows_were_asked_for(store: Any, mode: str) -> None:
             np.testing.assert_array_equal(batch.label, LABELS[batch.n_id["features"]])
 
 
+@pytest.mark.parametrize("mode", READ_MODES)
+def test_values_of_nodes_are_not_taken_for_edges(store: Any, mode: str) -> None:
+    more = {"name": f"edges-{mode}"} if mode != "online" else {}
+    given = {"nodes": lambda ids: {"edge_features": ids}, "attach": "label", "memory": "64MiB"}
+    with (
+        pytest.raises(
+            ArgumentError, match="rows of 'edge_features', and what is attached has values of nodes"
+        ),
+        store.loader([np.arange(4)], mode=mode, **given, **more) as loader,
+    ):
+        list(loader)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -71,6 +71,8 @@ class Extraction:
         self._warm = warm
         if warm is not None:
             saved.SavedCache(store, warm).close()  # so that one that is damaged is known now
+            if self._halo is not None:
+                self._halo.check(warm)
         self.buffers: dict[str, FeatureBuffer] = {}
         self.on_devices: dict[str, DeviceBuffer] = {}  # levels above these
         self.table_of: dict[str, str] = {}
@@ -93,8 +95,8 @@ class Extraction:
 
         ``index``: the number of a mini-batch that finds no room, or whose tables are new, after others, of
         which the loop has one that needs ``held_bytes`` of room. What was there goes, the rows in the buffers
-        and what policies knew of them too, but not the halo. Raises BudgetError, and then nothing has
-        changed.
+        and what policies knew of them too; the halo stays where no table is new. Raises BudgetError, and then
+        nothing has changed.
         """
         table_of_type = self._types | self._named(ids)
         own = self._asked_by(ids, table_of_type)
@@ -341,6 +343,8 @@ class Extraction:
         """Write down which rows are in the buffers."""
         if not self.buffers:
             raise SourceError("there is nothing to save before the first mini-batch")
+        if self._halo is not None:
+            self._halo.check_name(name)
         for buffer in self.buffers.values():
             buffer.settle()
         policies = (
