@@ -26,7 +26,7 @@ from featstore.errors import ArgumentError, BudgetError, IdError
 from featstore.exporting.targets import Exported, RowBlocks, target_of
 from featstore.plan.budget import least_reading_bytes
 from featstore.reader.columns import columns_of
-from featstore.reader.keys import NodeKeys
+from featstore.reader.keys import NodeKeys, least_keys_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
@@ -90,7 +90,7 @@ def export_table(
         row = _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + beside
         shares = 2 if keyed else 1  # of what reads
         least = least_reading_bytes([table_need(chosen, reader.get("verify", True))])
-        least = max(least, NodeKeys.least_bytes(opened, table)) if keyed else least
+        least = max(least, least_keys_bytes(opened, table)) if keyed else least
         needed = _READER_SHARE * max(row, shares * least)
         if memory_bytes < needed:
             what = "hold a row of the table twice, and read"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from featstore.base.system import is_there
 from featstore.engine.request import Request
+from featstore.hosts.ahead import Ahead
 from featstore.storage.store import OpenStore
 from featstore.tiers import RowSource, Tier, TierSpec, saved
 from featstore.tiers.over import OverSource
@@ -52,6 +53,7 @@ class KeptHalo:
 
     def __init__(self, spec: TierSpec, store: OpenStore) -> None:
         self._spec, self._store = spec, store
+        self._looks_ahead = isinstance(spec, Ahead)  # and knows what comes: nothing is saved of it
         self._tier: Tier | None = None
         self._below: Below | None = None
         self._tables: list[str] = []
@@ -74,11 +76,12 @@ class KeptHalo:
 
     def check_name(self, name: str) -> None:
         """Raise SourceError for a name under which nothing can be saved."""
-        saved.cache_path(self._store, _named(name))
+        if not self._looks_ahead:
+            saved.cache_path(self._store, _named(name))
 
     def check(self, name: str) -> None:
         """Raise SourceError where what was saved is damaged."""
-        if is_there(saved.cache_path(self._store, _named(name))):
+        if not self._looks_ahead and is_there(saved.cache_path(self._store, _named(name))):
             saved.SavedCache(self._store, _named(name)).close()
 
     def save(self, name: str) -> None:

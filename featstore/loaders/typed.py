@@ -73,19 +73,22 @@ class TypedWhole(Whole):
         """One mini-batch; PyG's objects bring their rows along."""
         named = self._named or (isinstance(made, Batch) and has_recorded_ids(made.sample))
         batch = as_batch(made)
-        if isinstance(field_of(batch.sample, "row"), Mapping):  # sampled here, around nodes or links
-            given, batch.n_id = batch.n_id, ids_of(batch.sample)
-            asked = given if named and isinstance(given, Mapping) else batch.n_id
+        known = ids_of(batch.sample) if isinstance(field_of(batch.sample, "row"), Mapping) else None
+        if isinstance(known, Mapping):  # sampled here, around nodes or links, or as that is
+            given = batch.n_id
+            asked = given if named and isinstance(given, Mapping) else known
             if not isinstance(batch.x, Mapping):
                 batch.x = {self._only_of(asked): batch.x}
-            if named:  # whose rows x has
-                given = given if isinstance(given, Mapping) else dict.fromkeys(batch.x, given)
-                own = {name: ids for name, ids in given.items() if name not in self.edge_types}
-                batch.n_id = {**batch.n_id, **own}
+            if named and not isinstance(given, Mapping):
+                given = dict.fromkeys(batch.x, given)
+            own = given if isinstance(given, Mapping) else {}  # those that were asked for, whose rows x has
+            batch.n_id = {**known, **{n: ids for n, ids in own.items() if n not in self.edge_types}}
         elif isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
             batch.x = {self._only_of(batch.n_id): batch.x}
         if not isinstance(batch.x, Mapping):  # of ids without a type
             return self._plain(batch)
+        if not isinstance(batch.n_id, Mapping):  # beside rows of edges
+            batch.n_id = {n: batch.n_id for n in batch.x if n not in self.edge_types}
         found = {of: batch.x[name] for name, of in self.edge_types.items() if name in batch.x}
         if found:
             batch.edge_attr = found

@@ -48,7 +48,7 @@ class WantedRows:
         if self._check is not None:
             self._check()
         ids, sample = split(made, self._nodes)
-        if self._attached and not {*ids} & {"", *self._attached}:
+        if self._attached and not of_pyg(sample) and not {*ids} & {"", *self._attached}:
             raise _no_nodes(ids)
         if self._recorded and not _knows_ids(sample, named=self._nodes is not None):
             sample = {_IDS: ids[""] if list(ids) == [""] else dict(ids), "sample": sample}
@@ -140,7 +140,7 @@ class Whole:
     ) -> WantedRows | None:  # fmt: skip
         """Mini-batches as pairs of the ids wanted by table, and the sample; None where they are as whoever
         reads their rows takes them."""
-        attached = self._nodes if nodes is not None and {*self.arrays} - self.of_edges else ()
+        attached = self._nodes if {*self.arrays} - self.of_edges else ()
         if not recorded and self.edges is None and not attached:
             return None
         return WantedRows(batches, nodes, self.edges, recorded, check, attached)
@@ -189,7 +189,10 @@ class Whole:
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)
         if isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
-            batch.n_id = self._only_of(batch.n_id)
+            name = self._only_of(batch.n_id)
+            if name in self._edge_tables and {*self.arrays} - self.of_edges:
+                raise _no_nodes([name])
+            batch.n_id = batch.n_id[name]
         edges = self.edge_table
         if edges is not None and isinstance(batch.x, Mapping) and edges in batch.x:
             edge_attr, (batch.x,) = batch.x[edges], (r for name, r in batch.x.items() if name != edges)
@@ -207,10 +210,10 @@ class Whole:
                 setattr(batch.sample, name, values)
         return batch
 
-    def _only_of(self, ids: Mapping[str, Any]) -> Any:
-        """The ids of the table whose rows came alone: others have no rows, or of no node of theirs."""
-        found = [one for name, one in ids.items() if name in self._with_rows]
-        return max(found or ids.values(), key=len)
+    def _only_of(self, ids: Mapping[str, Any]) -> str:
+        """The table whose rows came alone: others have none, or there are no nodes of theirs."""
+        found = [name for name in ids if name in self._with_rows]
+        return max(found or ids, key=lambda name: len(ids[name]))
 
     def _nodes_of(self, batch: Batch) -> Any:
         """The ids of a mini-batch's nodes. Raises ArgumentError where it has none of the table of nodes."""

@@ -60,6 +60,12 @@ def match_keys(
                 out[key] = ids[i]
 
 
+def least_keys_bytes(store: OpenStore, table: str) -> int:
+    """The smallest budget with which a table's keys can be looked up."""
+    parts = [store.table(f"{table}/keys/{part}") for part in store.manifest.keys[table].parts]
+    return _READER_SHARE * least_reading_bytes([table_need(part, True) for part in parts])
+
+
 class NodeKeys:
     """The keys of a table's nodes; made by :meth:`featstore.Store.ids`. A context manager.
 
@@ -82,19 +88,13 @@ class NodeKeys:
         own = budget // _READER_SHARE
         self._parts = {part: f"{table}/keys/{part}" for part in entry.parts}
         names = list(self._parts.values())
-        least = self.least_bytes(store, table)
+        least = least_keys_bytes(store, table)
         if budget < least:
             raise BudgetError(least, budget, f"look up keys of table {table!r}")
         self._reader = Reader(store, tables=names, memory=budget - own, static=None)
         self._piece = max(16, own // _KEY_BYTES)
         self._key_bytes = max(KEY_BYTES_MAX, own // 4)
         self._bits = (entry.starts.rows - 1).bit_length() - 1
-
-    @staticmethod
-    def least_bytes(store: OpenStore, table: str) -> int:
-        """The smallest budget that works."""
-        parts = [store.table(f"{table}/keys/{part}") for part in store.manifest.keys[table].parts]
-        return _READER_SHARE * least_reading_bytes([table_need(part, True) for part in parts])
 
     def __len__(self) -> int:
         """Number of nodes."""

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import featstore
+from featstore.errors import SourceError
+from featstore.hosts.ahead import Ahead
 from featstore.hosts.halo import Halo
 from featstore.hosts.kept_halo import KeptHalo
 from featstore.hosts.massivegnn import HaloScores
@@ -79,3 +81,20 @@ def test_scores_begin_with_the_rows_that_were_saved() -> None:
         np.testing.assert_array_equal(np.flatnonzero(found >= 0), np.sort(scores.node_in))
         assert (scores.access[scores.node_in] == -1).all()
         assert (scores.access == -1).sum() == 15
+
+
+def test_what_cannot_be_saved_or_had_is_known_beforehand(store: featstore.Store) -> None:
+    """But for what looks ahead, of which nothing is saved."""
+    kept = KeptHalo(featstore.Buffer("s3-fifo", "256KiB"), store)
+    ahead = KeptHalo(Ahead([store.tables["features"]], 1 << 20), store)
+    with pytest.raises(SourceError, match="is not allowed"):
+        kept.check_name("n" * 124)
+    ahead.check_name("n" * 124)
+    kept.check("nothing")
+    saved.save(store, "damaged.halo", {"features": lambda: iter([np.arange(5)])})
+    kept.check("damaged")
+    path = saved.cache_path(store, "damaged.halo")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SourceError, match="is damaged"):
+        kept.check("damaged")
+    ahead.check("damaged")

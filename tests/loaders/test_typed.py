@@ -525,19 +525,22 @@ def test_what_was_compiled_of_nodes_that_were_named_is_found_again(
 
 @pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
 @pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
 def test_rows_of_edges_of_mini_batches_that_are_given(
-    store: featstore.Store, source: Source, mode: str, pairs: bool
+    store: featstore.Store, source: Source, mode: str, pairs: bool, halves: bool
 ) -> None:
-    """By edge type, in ``edge_attr`` alone."""
+    """By edge type, in ``edge_attr`` alone; ids beside the sample or in it, edges whole or in halves."""
 
     def batch(number: int) -> Any:
         rng = np.random.default_rng(number)
         ids = {"paper": rng.choice(300, 9, replace=False), "author": rng.choice(120, 9, replace=False)}
-        sample = {"e_id": {WRITES: rng.choice(700, 9)}, "edge_index": {WRITES: np.zeros((2, 9), np.int64)}}
+        sample: dict[str, Any] = {"e_id": {WRITES: rng.choice(700, 9)}}
+        ends = {WRITES: np.zeros(9, np.int64)}
+        sample |= {"row": ends, "col": ends} if halves else {"edge_index": {WRITES: np.zeros((2, 9), int)}}
         return (ids, sample) if pairs else {"n_id": ids, **sample}
 
     batches = [batch(number) for number in range(5)]
-    more = {"name": f"edges-{mode}-{pairs}"} if mode != "online" else {}
+    more = {"name": f"edges-{mode}-{pairs}-{halves}"} if mode != "online" else {}
     with store.loader(
         batches, mode=mode, edge_table="author__writes__paper", memory=MEMORY, **more
     ) as loader:
@@ -548,3 +551,27 @@ def test_rows_of_edges_of_mini_batches_that_are_given(
                 np.testing.assert_array_equal(made.n_id[name], ids[name])
                 np.testing.assert_array_equal(rows, source.rows[name][ids[name]])
             np.testing.assert_array_equal(made.edge_attr[WRITES], source.edge_rows[sample["e_id"][WRITES]])
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_ids_without_a_type_beside_rows_of_edges(source: Source, tmp_path: Path, mode: str) -> None:
+    """Of the only type of nodes."""
+    tables = {"paper": source.rows["paper"], "paper__cites__paper": np.arange(1500.0)[:, None]}
+    sample = {"e_id": {CITES: np.array([7, 1, 7])}, "edge_index": {CITES: np.zeros((2, 3), np.int64)}}
+    batches = [(np.arange(5), sample), {"n_id": np.arange(5), **sample}]
+    more = {"name": "untyped"} if mode != "online" else {}
+    with (
+        featstore.pack(
+            tmp_path / "s", tables, graph={CITES: source.edges[CITES]}, edge_ids=True,
+            arrays={"paper.y": source.labels},
+        ) as store,
+        store.loader(
+            batches, mode=mode, edge_table="paper__cites__paper", attach="paper.y", memory=MEMORY, **more
+        ) as loader,
+    ):  # fmt: skip
+        for batch in loader:
+            assert list(batch.x) == list(batch.n_id) == ["paper"]
+            np.testing.assert_array_equal(batch.n_id["paper"], np.arange(5))
+            np.testing.assert_array_equal(batch.x["paper"], source.rows["paper"][:5])
+            np.testing.assert_array_equal(batch.y["paper"], source.labels[:5])
+            assert batch.edge_attr[CITES].tolist() == [[7.0], [1.0], [7.0]]

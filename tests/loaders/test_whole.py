@@ -257,16 +257,39 @@ def test_ids_are_those_whose_rows_were_asked_for(store: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", READ_MODES)
-def test_values_of_nodes_are_not_taken_for_edges(store: Any, mode: str) -> None:
-    more = {"name": f"edges-{mode}"} if mode != "online" else {}
-    given = {"nodes": lambda ids: {"edge_features": ids}, "attach": "label", "memory": "64MiB"}
+@pytest.mark.parametrize("named", [False, True])
+def test_values_of_nodes_are_not_taken_for_edges(store: Any, mode: str, named: bool) -> None:
+    """Whether mini-batches name the table of edges themselves, or ``nodes=`` does; and where they are taken
+    as they were compiled."""
+    name = {"name": f"edges-{mode}-{named}"} if mode != "online" else {}
+    batches: list[Any] = [np.arange(4)] if named else [{"edge_features": np.arange(4)}]
+    given = {"nodes": lambda ids: {"edge_features": ids}} if named else {}
+    says = "rows of 'edge_features', and what is attached has values of nodes"
     with (
-        pytest.raises(
-            ArgumentError, match="rows of 'edge_features', and what is attached has values of nodes"
-        ),
-        store.loader([np.arange(4)], mode=mode, **given, **more) as loader,
+        pytest.raises(ArgumentError, match=says),
+        store.loader(batches, mode=mode, attach="label", memory="64MiB", **given, **name) as loader,
     ):
         list(loader)
+    if mode == "compiled":
+        store.loader(batches, mode=mode, memory="64MiB", **given, **name).close()
+        with (
+            pytest.raises(ArgumentError, match=says),
+            store.loader(mode=mode, attach="label", memory="64MiB", reuse=True, **name) as loader,
+        ):
+            list(loader)
+
+
+def test_pygs_mini_batches_have_values_of_their_own_nodes(store: Any) -> None:
+    """Also where rows of edges alone are read."""
+    pytest.importorskip("torch_geometric")
+    import torch
+    from torch_geometric.data import Data
+
+    data = Data(n_id=torch.tensor([4, 2]), e_id=torch.tensor([3, 1]), edge_index=torch.zeros(2, 2).long())
+    given = {"nodes": lambda one: {"edge_features": one.e_id}, "attach": "label", "memory": "64MiB"}
+    with store.loader([data], mode="online", **given) as loader:
+        (made,) = loader
+        assert made.label.tolist() == LABELS[[4, 2]].tolist()
 
 
 @pytest.mark.parametrize(
