@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.error_text import first_line
 from featstore.errors import ArgumentError, IdError
 
 _INT64 = np.dtype(np.int64)
@@ -21,10 +22,6 @@ _INT64 = np.dtype(np.int64)
 def is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _not_ids(ids: Any, given: NDArray[Any]) -> str:
@@ -46,7 +43,7 @@ def as_integers(values: Any, what: str, error: type[Exception] = IdError) -> NDA
     try:
         given = np.asarray(values.detach().cpu().numpy() if is_tensor(values) else values)
     except (TypeError, ValueError, RuntimeError) as found:  # a ragged list; a tensor that NumPy cannot have
-        raise error(f"{what}: {_first_line(found)}") from None
+        raise error(f"{what}: {first_line(found)}") from None
     if (given.dtype.kind not in "iu" and given.size) or isinstance(values, np.ma.MaskedArray):
         raise error(f"{what}, not {_not_ids(values, given)}")
     return given
@@ -92,9 +89,7 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
         ValueError,
         RuntimeError,
     ) as error:  # a ragged list; a tensor of a dtype, layout or device that NumPy lacks
-        raise IdError(
-            f"node ids must be integers in an array, tensor or list: {_first_line(error)}"
-        ) from None
+        raise IdError(f"node ids must be integers in an array, tensor or list: {first_line(error)}") from None
     if given.size == 0 and given.dtype.kind == "f":  # an empty list or tensor
         given = given.astype(np.int64)
     if given.dtype.kind not in "iu" or (type(ids) is not np.ndarray and isinstance(ids, np.ma.MaskedArray)):

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.error_text import first_line
 from featstore.base.process import OneProcess
 from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
@@ -130,7 +131,7 @@ class Exchange(OneProcess):
         except FormatError as error:
             raise self.peer_error(peer, str(error)) from error
         except Exception as error:
-            raise self.peer_error(peer, f"has not come ({_first_line(error)})") from error
+            raise self.peer_error(peer, f"has not come ({first_line(error)})") from error
 
     def start(self, serve: Serve, serve_lists: ServeLists | None = None) -> None:
         """From now on rows are asked for and served, and neighbours, where each host has lists of its own."""
@@ -185,7 +186,7 @@ class Exchange(OneProcess):
         deadline = time.monotonic() + _GRACE_SECONDS
         while self.error is None and time.monotonic() < deadline:
             self._changed.wait(_GRACE_SECONDS / 20)
-        self.fail(self.peer_error(peer, f"is gone ({_first_line(error)})"))
+        self.fail(self.peer_error(peer, f"is gone ({first_line(error)})"))
 
     def told(self, peer: int, host: int, text: bytes) -> None:
         """Another host has given up one, perhaps itself."""
@@ -290,7 +291,3 @@ def _wait_for(workers: Sequence[Worker], deadline: float = math.inf) -> None:
     """Until all that were started have ended, or it is so late."""
     while not all(worker.ended for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from featstore.arguments import as_number
+from featstore.base.error_text import first_line
 from featstore.base.threads import Reply, Worker
 from featstore.errors import ArgumentError, PeerError, SourceError
 from featstore.hosts.wire import GlooWire
@@ -87,7 +88,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         name = _name_of_meeting(store)
         store.set(f"{name}/here/{place.machine}", "")
     except RuntimeError as error:
-        what = f"has the store by which ranks of this run meet, and it does not answer ({_first_line(error)})"
+        what = f"has the store by which ranks of this run meet, and it does not answer ({first_line(error)})"
         raise PeerError(0, 0, what) from error
     meeting, patience = c10d.PrefixStore(name, apart), _WIRE_PATIENCE * timeout_seconds
 
@@ -106,7 +107,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         # gloo tries a host that died while it was meeting the others five times, each for all the patience.
         (up, down), parts = _within(_MEETING_PATIENCE * patience, meet)
     except (RuntimeError, TimeoutError) as error:
-        why = _first_line(error) or "it was there, and did not answer"
+        why = first_line(error) if str(error) else "it was there, and did not answer"
         others = [machine for machine in range(place.hosts) if machine != place.machine]
         with suppress(RuntimeError):  # the store itself may be gone
             store.set(f"{name}/over", "")
@@ -123,10 +124,6 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         )
     order = [machine_of[host] for host in range(place.hosts)]
     return GlooWire(up, down, order, place.leaders, patience)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else ""
 
 
 def _name_of_meeting(store: Any) -> str:

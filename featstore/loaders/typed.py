@@ -12,7 +12,16 @@ from featstore import arguments as args
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch, ids_of, of_pyg
 from featstore.loaders.prefetch import Sampler
-from featstore.loaders.whole import WantedRows, Whole, as_batch, field_of, has_recorded_ids, values_of
+from featstore.loaders.whole import (
+    WantedRows,
+    Whole,
+    as_batch,
+    field_of,
+    has_recorded_ids,
+    name_taken,
+    put_values,
+    values_of,
+)
 from featstore.sampling.minibatch import Ids
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.relations import type_of_array
@@ -122,22 +131,17 @@ class TypedWhole(Whole):
                     f"attach: {name!r} has values of the edges {kind!r}, and these mini-batches do not say "
                     "of which type their edges are: leave it out"
                 )
-            if hasattr(batch, rest):
-                raise ArgumentError(f"attach: these mini-batches have {rest!r} already; leave it out")
-            values = values_of(array, batch.n_id, batch.x)
-            setattr(batch, rest, values)
-            if of_pyg(batch.sample):
-                setattr(batch.sample, rest, values)
+            put_values(batch, rest, values_of(array, batch.n_id, batch.x))
         return batch
 
     def _attach(self, batch: Batch, name: str, by_type: dict[Any, Any]) -> None:
         if of_pyg(batch.sample):
             for node_type, values in by_type.items():
                 if name in batch.sample[node_type]:
-                    raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
+                    raise name_taken(name)
                 batch.sample[node_type][name] = values
         elif hasattr(batch, name):
-            raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
+            raise name_taken(name)
         setattr(batch, name, by_type)
 
 

@@ -201,13 +201,8 @@ class Whole:
                 batch.n_id = next(ids for name, ids in batch.n_id.items() if name != edges)
         like = next(iter(batch.x.values()), None) if isinstance(batch.x, Mapping) else batch.x
         for name, array in self.arrays.items():
-            if hasattr(batch, name):
-                raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
             ids = self._nodes_of(batch) if name not in self.of_edges else _edges_of(batch.sample, name)
-            values = values_of(array, ids, like)
-            setattr(batch, name, values)
-            if of_pyg(batch.sample):
-                setattr(batch.sample, name, values)
+            put_values(batch, name, values_of(array, ids, like))
         return batch
 
     def _only_of(self, ids: Mapping[str, Any]) -> str:
@@ -223,6 +218,19 @@ class Whole:
         if found is None:
             raise _no_nodes(batch.n_id)
         return found
+
+
+def put_values(batch: Batch, name: str, values: Any) -> None:
+    """Have values of nodes or edges by this name, in PyG's object, too. Raises ArgumentError."""
+    if hasattr(batch, name):
+        raise name_taken(name)
+    setattr(batch, name, values)
+    if of_pyg(batch.sample):
+        setattr(batch.sample, name, values)
+
+
+def name_taken(name: str) -> ArgumentError:
+    return ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
 
 
 def _no_nodes(ids: Iterable[str]) -> ArgumentError:

@@ -14,15 +14,8 @@ if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, StoredGraph
 
 __all__ = [
-    "EDGE_FEATURES",
-    "check_over_one_table",
-    "feature_tables",
-    "graph_of",
-    "graph_of_array",
-    "graph_of_rows",
-    "is_edge_table",
-    "node_tables",
-    "type_of_array",
+    "EDGE_FEATURES", "check_over_one_table", "feature_tables", "graph_of", "graph_of_array", "graph_of_rows",
+    "is_edge_table", "node_tables", "type_of_array",
 ]  # fmt: skip
 
 

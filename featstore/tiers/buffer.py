@@ -13,7 +13,7 @@ Who gets slots and who waits: :mod:`featstore.tiers.claims`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -205,6 +205,13 @@ class FeatureBuffer(Claims):
                 for _ in range(uses):
                     with self.begin(values[low : low + _LOADED_AT_ONCE]) as ticket:
                         ticket.result()
+
+    def load_last(self, pieces: Iterable[NDArray[np.int64]], count: int, *, uses: int) -> None:
+        """The same of ``count`` rows in pieces: the last ones, as many as there are slots for."""
+        spare = max(0, count - self.slots_unkept)
+        for piece in pieces:
+            self.load(piece[spare:], uses=uses)
+            spare -= min(spare, len(piece))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

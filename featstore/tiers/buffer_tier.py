@@ -215,11 +215,7 @@ class BufferTier(OverSource):
 
     def load(self, cache: SavedCache, table: str) -> None:
         """Read the rows that were saved, the last ones, as many as fit."""
-        buffer = self._buffers[table]
-        spare = max(0, cache.counts.get(table, 0) - buffer.slots_unkept)
-        for piece in cache.ids(table):
-            buffer.load(piece[spare:], uses=USES)
-            spare -= min(spare, len(piece))
+        self._buffers[table].load_last(cache.ids(table), cache.counts.get(table, 0), uses=USES)
 
     @property
     def memory_bytes(self) -> int:

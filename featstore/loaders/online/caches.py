@@ -44,10 +44,7 @@ def load_rows(
             above.load(wanted, memory, uses=saved.USES)
             left -= len(wanted)
         others = (rest for _, rest in above.last_that_fit(ids))
-    spare = max(0, left - buffer.slots_unkept)
-    for piece in others:
-        buffer.load(piece[spare:], uses=saved.USES)
-        spare -= min(spare, len(piece))
+    buffer.load_last(others, left, uses=saved.USES)
 
 
 def go_on(

@@ -1,0 +1,8 @@
+"""What messages tell of an error that another library has raised."""
+
+from __future__ import annotations
+
+
+def first_line(error: BaseException) -> str:
+    """What it says first, or its name where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
