@@ -70,6 +70,7 @@ NOT_CALLED = {
     "FeatureBuffer.forget": "called by tickets",
     "FeatureBuffer.arrived": "called by tickets",
     "FeatureBuffer.wait_for": "called by tickets",
+    "FeatureBuffer.load_last": "called where a saved cache is loaded",
     "Buffer.host_bytes": "called by the reader",
     "Buffer.least_bytes": "called by the reader",
     "Buffer.over": "called by the reader",
