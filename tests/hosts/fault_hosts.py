@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import featstore
 from featstore.errors import PeerError
 from featstore.hosts import messages as ms
 from featstore.hosts.owners import Owners
+from featstore.loaders.host import mode as host_mode
+from featstore.loaders.host.service import HostService
 
 SECONDS = 40.0  # after which a host says that nothing has happened
 ALL_SECONDS = 90.0  # after which processes that should end have failed
@@ -58,10 +61,14 @@ def check(rows: Any, ids: Any, features: Any) -> None:
 
 
 def be_host(
-    rank: int, hosts: int, folder: str, name: str, train: bool, cut_after: float | None, ranks: int = 1
+    rank: int, hosts: int, folder: str, name: str, train: bool, cut_after: float | None, ranks: int = 1,
+    slowly: bool = False,
 ) -> None:  # fmt: skip
     """Read or train until something goes wrong. ``cut_after``: seconds until this host's lines are cut.
-    ``ranks``: of each host, which share a loader."""
+    ``ranks``: of each host, which share a loader. ``slowly``: it takes a second to make that loader, once all
+    ranks of the host have met."""
+    if slowly:
+        host_mode.HostService = partial(slow_service, name, rank)  # type: ignore[misc, assignment]
     os.chdir(folder)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ |= {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -78,6 +85,18 @@ def be_host(
         said = {"host": error.host, "rank": error.rank, "what": error.what, "at": time.time()}
         Path(f"{name}.told.{rank}").write_text(json.dumps(said))
         raise
+
+
+def slow_service(name: str, rank: int, *arguments: Any) -> HostService:
+    *others, make = arguments
+
+    def make_slowly(ranks: tuple[int, ...], memory_bytes: int) -> Any:
+        for one in ranks:
+            Path(f"{name}.making.{one}").touch()
+        time.sleep(1)
+        return make(ranks, memory_bytes)
+
+    return HostService(*others, make_slowly)
 
 
 def work(

@@ -71,23 +71,27 @@ def wait_for(paths: list[Path]) -> None:
 
 def fault(
     folder: Path, context: Any, kind: str, hosts: int, name: str, *, train: bool, opening: bool = False,
-    late: float = 0.0, ranks: int = 1,
+    late: float = 0.0, ranks: int = 1, making: bool = False,
 ) -> Any:  # fmt: skip
     """One fault at a moment that follows from its name, or ``late``; (victim, what the others were told). Of
-    hosts with several ``ranks`` it is any of these."""
+    hosts with several ``ranks`` it is any of these. ``opening``, ``making``: from when all open the store, or
+    make their loaders, rather than from when they read."""
     draw, world = random.Random(name), hosts * ranks
-    victim, moment = draw.randrange(world), late + draw.uniform(0, 0.3 if opening else 0.8)
+    victim = draw.randrange(world)
+    moment = late + draw.uniform(0, 0.3 if opening else 0.1 if making else 0.8)
+    begun = "begun" if opening else "making" if making else "open"
     cuts = [moment if kind == "cut" and rank == victim else None for rank in range(world)]
     processes = [
         context.Process(
-            target=fault_hosts.be_host, args=(rank, hosts, str(folder), name, train, cuts[rank], ranks)
+            target=fault_hosts.be_host,
+            args=(rank, hosts, str(folder), name, train, cuts[rank], ranks, making),
         )
         for rank in range(world)
     ]
     for process in processes:
         process.start()
     try:
-        wait_for([folder / f"{name}.{'begun' if opening else 'open'}.{rank}" for rank in range(world)])
+        wait_for([folder / f"{name}.{begun}.{rank}" for rank in range(world)])
         time.sleep(moment)
         if kind != "cut":
             os.kill(processes[victim].pid, getattr(signal, kind))
@@ -122,14 +126,15 @@ def test_all_others_are_told_of_a_host_that_is_gone(
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
+@pytest.mark.parametrize("making", [False, True])
 @pytest.mark.parametrize("leads", [True, False])
 def test_ranks_of_a_host_whose_others_stand_still_are_told(
-    folder: Path, context: Any, leads: bool, moment: int
+    folder: Path, context: Any, leads: bool, making: bool, moment: int
 ) -> None:
     """The one that reads for its host, and one that is read for: those beside it, and other hosts."""
-    seeds = (f"beside-{leads}-{moment}-{number}" for number in range(100))
+    seeds = (f"beside-{leads}-{making}-{moment}-{number}" for number in range(100))
     name = next(one for one in seeds if random.Random(one).randrange(4) % 2 == (not leads))
-    victim, told = fault(folder, context, "SIGSTOP", 2, name, train=True, ranks=2)
+    victim, told = fault(folder, context, "SIGSTOP", 2, name, train=True, ranks=2, making=making)
     assert [one["host"] for one in told] == [victim // 2] * 3, told
     assert any(one["rank"] == victim and "has said nothing for 3 seconds" in one["what"] for one in told), (
         told

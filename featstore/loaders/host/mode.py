@@ -18,7 +18,7 @@ from featstore.base.process import OneProcess
 from featstore.base.state import position_of
 from featstore.errors import ArgumentError, ClosedError, FeatstoreError, WaitTimeoutError
 from featstore.loaders.batch import Batch
-from featstore.loaders.host.line import Line, Pulse, line_to, pair
+from featstore.loaders.host.line import MEET_SECONDS, Line, Pulse, line_to, pair
 from featstore.loaders.host.place import Place, fingerprint
 from featstore.loaders.host.service import HostService, error_of
 from featstore.loaders.host.slots import SharedSlots
@@ -71,19 +71,21 @@ class HostMode(OneProcess, Mode):
                 self._line = line_to(place.address)
                 opened.callback(self._line.close)
                 self._line.say("hello", place.local_rank, rank, alike)
-            _, slot_bytes, self._template = self._heard("welcome")
-            self._slots = SharedSlots(self._file, slot_bytes)
+            self._heard("met", seconds=2 * MEET_SECONDS)  # for it to meet the others, and hear who they are
             if place.timeout_seconds is not None and place.local_rank:
                 self._pulse = Pulse(self._line, place.timeout_seconds)
                 opened.callback(weakref.finalize(self, self._pulse.end))
+            _, slot_bytes, self._template = self._heard("welcome")
+            self._slots = SharedSlots(self._file, slot_bytes)
             # Who ends without having closed, says so as well; who is killed does not.
             opened.callback(weakref.finalize(self, _say_close, self._line, os.getpid()))
             self._opened = opened.pop_all()
 
     # What is heard.
 
-    def _heard(self, *kinds: str) -> tuple[Any, ...]:
-        """What comes with the next message of one of these kinds. Raises what ends everything."""
+    def _heard(self, *kinds: str, seconds: float | None = None) -> tuple[Any, ...]:
+        """What comes with the next message of one of these kinds. Raises what ends everything, and
+        WaitTimeoutError where ``seconds`` are given."""
         for number, earlier in enumerate(self._others):
             if earlier[0] in kinds:
                 del self._others[number]
@@ -91,7 +93,7 @@ class HostMode(OneProcess, Mode):
         while True:
             if self._ended:
                 raise decode_error(self._ended)
-            message, descriptors = self._hear()
+            message, descriptors = self._hear(seconds)
             if descriptors:
                 self._file = descriptors[0]
             if message is None:
@@ -106,9 +108,9 @@ class HostMode(OneProcess, Mode):
             elif message[0] != "here":
                 self._others.append(message)
 
-    def _hear(self) -> tuple[tuple[Any, ...] | None, list[int]]:
+    def _hear(self, seconds: float | None) -> tuple[tuple[Any, ...] | None, list[int]]:
         if self._pulse is None:
-            return self._line.hear()
+            return self._line.hear(seconds)
         try:
             return self._pulse.hear()
         except WaitTimeoutError:

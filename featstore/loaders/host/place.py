@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from featstore.arguments import as_text
-from featstore.errors import ArgumentError, PeerError
+from featstore.errors import ArgumentError, ClosedError, PeerError
 from featstore.hosts.places import HostPlace
+from featstore.loaders.host.line import MEET_SECONDS, Line
 
 #: What tells one run of ``torchrun`` from another on the same host.
 _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
@@ -105,6 +106,29 @@ def check_same(mine: Mapping[str, str], theirs: Mapping[str, str], local_rank: i
             f"ranks that share a loader have the same options: {', '.join(f'{name}=' for name in other)} of "
             f"local rank {local_rank} differ from those of local rank 0"
         )
+
+
+def introduced(
+    lines: list[Line], rank: int, options: Mapping[str, str], place: Place
+) -> tuple[tuple[int, ...], list[Line]]:
+    """The ranks of this host and the lines to them, in their order, as they say on these: for local rank 0,
+    which is ``rank`` of all. Raises ArgumentError where they do not belong together, WaitTimeoutError,
+    ClosedError."""
+    found: dict[int, tuple[int, Line]] = {}
+    for line in lines:
+        message, _ = line.hear(MEET_SECONDS)
+        if message is None:
+            raise ClosedError("a rank of this host has ended while the shared loader was made")
+        _, local, its_rank, theirs = message
+        check_same(options, theirs, local)
+        found[local] = its_rank, line
+    if sorted(found) != list(range(1, place.ranks)):
+        raise ArgumentError(
+            f"the ranks of this host call themselves local ranks {sorted([0, *found])}: they have to be "
+            f"0 to {place.ranks - 1}, each once"
+        )
+    in_order = [found[local] for local in sorted(found)]
+    return (rank, *(one for one, _ in in_order)), [line for _, line in in_order]
 
 
 def on_host(place: Place | None, host: HostPlace, timeout_seconds: float) -> Place | None:

@@ -6,9 +6,9 @@ die. The owner's own rank is a rank like the others, with a line within the proc
 *From ranks:* ``begin`` an epoch, from where; ``gone``, the arrays of a mini-batch are; ``kept``, those of one
 are, though the loop has had its successor; ``stop``, this epoch is broken off; ``report``; ``close``. Of
 several hosts also ``there``, it is alive, and whether it waits: then ``here`` is the answer.
-*To ranks:* ``welcome``, with the shared memory; ``batch``; ``end`` of the epoch; ``error``, which ends it;
-``report``; ``closed``, with the last report; ``failed``, for good. What concerns an epoch has the number that
-the rank gave it.
+*To ranks:* ``met``, all are there; ``welcome``, with the shared memory; ``batch``; ``end`` of the epoch;
+``error``, which ends it; ``report``; ``closed``, with the last report; ``failed``, for good. What concerns an
+epoch has the number that the rank gave it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from featstore.base.passed_errors import encode_error
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreError
 from featstore.loaders.batch import Batch
-from featstore.loaders.host.line import MEET_SECONDS, Line, Meeting, heard_from
-from featstore.loaders.host.place import Place, check_same
+from featstore.loaders.host.line import Line, Meeting, heard_from
+from featstore.loaders.host.place import Place, introduced
 from featstore.loaders.host.slots import PER_RANK, Slots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
@@ -98,19 +98,7 @@ class HostService:
             lines = meeting.lines(place.ranks - 1)
         finally:
             meeting.close()
-        try:
-            ranks, lines = self._introduced(lines, rank, options, place)
-            self._slots = Slots(memory_bytes, place.ranks)
-            self._mode = self._whole(make, ranks, self._slots.left_bytes)
-        except BaseException as error:
-            for line in lines:
-                line.say("failed", error_of(error))
-                line.close()
-            raise
-        self._ranks = [
-            _Rank(number, line, [self._slots.take() for _ in range(PER_RANK)])
-            for number, line in enumerate([own, *lines])
-        ]
+        self._made: Mode | None = None
         self._stands: int | None = 0  # at the begin of which epoch the mode does
         self._changed = Wake()
         self._closing = self._ended = False
@@ -119,35 +107,41 @@ class HostService:
         self._last_report: LoaderReport | None = None
         self._lock = threading.RLock()  # of what is known of ranks; the two threads' own
         self._telling = threading.RLock()  # that it ends: one reason, to all of them
-        for one in self._ranks:
-            about = (self._slots.bytes, self._mode.state())
-            one.line.say("welcome", *about, descriptors=(self._slots.file,))
+        try:
+            ranks, lines = introduced(lines, rank, options, place)
+            self._slots = Slots(memory_bytes, place.ranks)
+            self._ranks = [
+                _Rank(number, line, [self._slots.take() for _ in range(PER_RANK)])
+                for number, line in enumerate([own, *lines])
+            ]
+        except BaseException as error:
+            for line in lines:
+                line.say("failed", error_of(error))
+                line.close()
+            raise
         self._hearing = Worker(self._hear, "featstore-host-hear")
         self._going = Worker(self._go, "featstore-host")
-        self._hearing.start()
-        self._going.start()
+        try:
+            self._hearing.start()  # they hear that this one is alive, while it makes the mode
+            self._say_all("met")
+            self._made = self._whole(make, ranks, self._slots.left_bytes)
+            self._say_all("welcome", self._slots.bytes, self._mode.state(), descriptors=(self._slots.file,))
+            self._going.start()
+        except BaseException as error:
+            self._fail(error)
+            self.close()
+            raise
 
-    @staticmethod
-    def _introduced(
-        lines: list[Line], rank: int, options: Mapping[str, str], place: Place
-    ) -> tuple[tuple[int, ...], list[Line]]:
-        """The ranks of this host and the lines to them, in their order. Raises ArgumentError where they do
-        not belong together."""
-        found: dict[int, tuple[int, Line]] = {}
-        for line in lines:
-            message, _ = line.hear(MEET_SECONDS)
-            if message is None:
-                raise ClosedError("a rank of this host has ended while the shared loader was made")
-            _, local, its_rank, theirs = message
-            check_same(options, theirs, local)
-            found[local] = its_rank, line
-        if sorted(found) != list(range(1, place.ranks)):
-            raise ArgumentError(
-                f"the ranks of this host call themselves local ranks {sorted([0, *found])}: they have to be "
-                f"0 to {place.ranks - 1}, each once"
-            )
-        in_order = [found[local] for local in sorted(found)]
-        return (rank, *(one for one, _ in in_order)), [line for _, line in in_order]
+    @property
+    def _mode(self) -> Mode:
+        assert self._made is not None
+        return self._made
+
+    def _say_all(self, *message: Any, descriptors: tuple[int, ...] = ()) -> None:
+        """To all ranks, unless they were told that nothing can go on."""
+        with self._telling:
+            for one in self._ranks if not self._failed else ():
+                one.line.say(*message, descriptors=descriptors)
 
     def _whole(self, step: Callable[..., _Got], *arguments: Any) -> _Got:
         """Take a step within the memory that is left, which is told as a part of the whole."""
@@ -365,7 +359,8 @@ class HostService:
                 if not one.closed:
                     one.line.say("failed", error_of(error))
         self._changed.set()
-        self._mode.close()
+        if self._made is not None:
+            self._made.close()
 
     def close(self) -> None:
         """End: ranks have as many mini-batches as any other, and are told. May be called more than once."""
@@ -376,7 +371,8 @@ class HostService:
         if not self._failed:
             with self._lock:
                 self._last_report = self._last_report or self._mode.report()
-        self._mode.close()
+        if self._made is not None:
+            self._made.close()
         self._going.end()
         with self._telling:
             if self._ended:
