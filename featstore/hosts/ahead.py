@@ -101,7 +101,6 @@ class SoonRows:
         self._map = make_slot_map(self.slots, MIN, batches=USES_MAX)
         self._rows = empty_rows(self.slots, table.row_bytes)
         self._idle = np.zeros(USES_MAX + 1, np.int64)
-        self.late = False  # rows have come after steps that wanted them, and may be wanted by this block
         none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
         load_kernels(self._map)
         find_present(self._map, no_ids, none)
@@ -155,16 +154,13 @@ class SoonRows:
             chosen[np.flatnonzero(uses == soon)[:room]] = True
         return np.flatnonzero(chosen)
 
-    def shift(self, shift: int, first: FirstUses) -> None:
-        """As :data:`featstore.hosts.next_uses.OnBlock`."""
+    def order_anew(self, first: FirstUses) -> None:
+        """By when they are wanted first, from now on."""
         slots = self._map.slots
         for low in range(0, len(slots), ROWS_AT_ONCE):
             some = slots[low : low + ROWS_AT_ONCE]
-            passed = (some["stamp"] < shift) | self.late
-            some["stamp"] = shifted(some["stamp"], shift)
-            unknown = np.flatnonzero((some["stamp"] == NEVER) & (some["row"] >= 0))
-            some["stamp"][unknown] = first(some["row"][unknown], passed[unknown])
-        self.late = False
+            here = np.flatnonzero(some["row"] >= 0)
+            some["stamp"][here] = first(some["row"][here])
         list_anew(self._map)
 
 
@@ -213,7 +209,7 @@ class AheadTier(OverSource):
         with self._lock:
             self._shift += shift
             for kept in self._kept.values():
-                kept.rows.shift(shift, partial(_first_of, first, kept.first))
+                kept.rows.order_anew(partial(_first_of, first, kept.first))
 
     @property
     def memory_bytes(self) -> int:
@@ -257,7 +253,6 @@ class AheadTier(OverSource):
             table, _, rows = self._kept[name]
             with self._lock:
                 shift = self._shift - one.steps
-                rows.late |= bool((one.uses < shift).any())
                 rows.put(one.ids, shifted(one.uses, shift), _address(table, filled[name]), one.places)
         return filled
 
@@ -278,11 +273,9 @@ class AheadTier(OverSource):
         return f"<AheadTier of {list(self._kept)}, {self.memory_bytes:,} bytes>"
 
 
-def _first_of(
-    first: FirstUses, number: int, rows: NDArray[np.int64], passed: NDArray[np.bool_]
-) -> NDArray[np.int32]:
+def _first_of(first: FirstUses, number: int, rows: NDArray[np.int64]) -> NDArray[np.int32]:
     """As FirstUses, of a table whose row 0 has this number."""
-    return first(rows + number, passed)
+    return first(rows + number)
 
 
 def _address(table: Table, out: Any) -> int:

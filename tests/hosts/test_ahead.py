@@ -68,6 +68,30 @@ def test_the_next_use_is_that_of_a_plain_loop(seed: int, count: int, entries: in
         assert block == STEPS_MAX
 
 
+@given(
+    seed=st.integers(0, 2**32 - 1), entries=st.sampled_from([700, 9000]), spread=st.sampled_from([1, 2**30])
+)
+def test_when_rows_are_wanted_first_is_that_of_a_plain_loop(seed: int, entries: int, spread: int) -> None:
+    """Said at the begin of each block of rows that wait, whether anybody wants them or not; also where ids
+    are far apart."""
+    rng = np.random.default_rng(seed)
+    steps = [spread * one for one in steps_like(rng, 60, 41, 1)]
+    sets = [set(one.tolist()) for one in steps]
+    rows = spread * rng.permutation(NODES)[: rng.integers(0, 200)]
+    uses, said = NextUses(36 * entries), 0
+    told: list[list[int]] = []
+    for step in range(len(steps)):
+        look_ahead(uses, steps, step)
+        uses.begin(step, lambda _, first: told.append(first(rows).tolist()))
+        if len(told) > said:
+            said, known = len(told), sets[step : step + uses.wanted_ahead]
+            expected = [
+                next((k for k, one in enumerate(known) if row in one), NEVER) for row in rows.tolist()
+            ]
+            assert told[-1] == expected
+    assert said == -(-len(steps) // (uses.wanted_ahead // 2))
+
+
 def test_larger_mini_batches_later_are_looked_at_as_far_as_there_is_memory() -> None:
     """What is said of a row is always true, and nothing is said of what there is no memory for."""
     rng = np.random.default_rng(0)
@@ -200,7 +224,7 @@ def test_every_row_is_the_sources(source: ArraySource, memory: int) -> None:
     rng = np.random.default_rng(3)
     ahead = Ahead([source.store.table("a")], memory)
     with closing(ahead.over(source, memory)) as tier:
-        for step, wanted in enumerate(steps_like(rng, 70, 300)):
+        for step, wanted in enumerate(steps_like(rng, 130, 300)):
             ahead.uses.add(wanted)
             if step > 20:
                 ahead.begin(step - int(rng.integers(0, 20)))
