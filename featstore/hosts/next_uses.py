@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.native import INLINED
-from featstore.base.sort import radix_sort
 from featstore.errors import BudgetError
 from featstore.tiers.slots.layout import NEVER
 
@@ -144,15 +143,8 @@ def with_places(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Up to :data:`ROWS_AT_ONCE` rows, ascending, each with its place: the lowest bits."""
     keys = (rows << _PLACE_BITS).view(np.uint64)
     keys |= np.arange(len(rows), dtype=np.uint64)
-    spare, bits = np.empty_like(keys), int(rows.max(initial=0)).bit_length()
-    return spare if radix_sort(keys, spare, _PLACE_BITS, _PLACE_BITS + bits) else keys
-
-
-def _put_ascending(ids: NDArray[np.int64], to: NDArray[np.int64]) -> None:
-    to[:] = ids
-    spare = np.empty_like(to)
-    if radix_sort(to.view(np.uint64), spare.view(np.uint64), 0, int(to.max(initial=0)).bit_length()):
-        to[:] = spare
+    keys.sort()
+    return keys
 
 
 class NextUses:
@@ -169,7 +161,6 @@ class NextUses:
         self._lock = threading.Lock()
         self.restart()
         none = self._block(-1)
-        _put_ascending(none[0], none[0])
         find_next_uses(*none, *none, self._table, self._uses)
         find_uses(none[0], none[0], self._uses, np.empty(0, np.int32))
         self._first(none[0], none, none)
@@ -201,7 +192,9 @@ class NextUses:
                 self._end_block()
             some = some[: entries - self._filled]
             end = self._filled + len(some)
-            _put_ascending(some, self._ids[self._filling][self._filled : end])
+            kept = self._ids[self._filling][self._filled : end]
+            kept[:] = some
+            kept.sort()
             self._filled, self._begun, self.added = end, self._begun + 1, self.added + 1
             self._offsets[self._filling, self._begun] = end
             if self._begun == self._steps:
