@@ -154,13 +154,15 @@ class SoonRows:
             chosen[np.flatnonzero(uses == soon)[:room]] = True
         return np.flatnonzero(chosen)
 
-    def order_anew(self, first: FirstUses) -> None:
-        """By when they are wanted first, from now on."""
+    def shift(self, shift: int, first: FirstUses) -> None:
+        """As :data:`featstore.hosts.next_uses.OnBlock`."""
         slots = self._map.slots
         for low in range(0, len(slots), ROWS_AT_ONCE):
             some = slots[low : low + ROWS_AT_ONCE]
-            here = np.flatnonzero(some["row"] >= 0)
-            some["stamp"][here] = first(some["row"][here])
+            uses = shifted(some["stamp"], shift)
+            unknown = np.flatnonzero((uses == NEVER) & (some["row"] >= 0))
+            uses[unknown] = first(some["row"][unknown])
+            some["stamp"] = uses
         list_anew(self._map)
 
 
@@ -209,7 +211,7 @@ class AheadTier(OverSource):
         with self._lock:
             self._shift += shift
             for kept in self._kept.values():
-                kept.rows.order_anew(partial(_first_of, first, kept.first))
+                kept.rows.shift(shift, partial(_first_of, first, kept.first))
 
     @property
     def memory_bytes(self) -> int:
