@@ -173,6 +173,7 @@ class NextUses:
             self._whole: dict[int, int] = {}  # buffers by blocks' numbers, from the present one on
             self._filling = self._filled = self._begun = 0  # a buffer, how many ids, and of how many steps
             self._present = self._step = -1  # block, and the step in it, -1 for none
+            self._here = self._block(-1)  # as the present block was when it began
 
     @property
     def wanted_ahead(self) -> int:
@@ -232,6 +233,7 @@ class NextUses:
                 del self._whole[old]
             present, following = self._block(number), self._block(number + 1)
             find_next_uses(*present, *following, self._table, self._uses)
+            self._here = present
             if on_block is not None:
                 on_block(shift, lambda rows: self._first(rows, present, following))
 
@@ -248,7 +250,7 @@ class NextUses:
         NEVER, also for rows that this step does not want."""
         found = np.empty(len(ids), np.int32)
         with self._lock:
-            here, offsets = self._block(self._present)
+            here, offsets = self._here
             low, high = offsets[self._step : self._step + 2] if self._step >= 0 else (0, 0)
             find_uses(ids, here[low:high], self._uses[low:high], found)
         return found

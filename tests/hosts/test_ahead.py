@@ -132,6 +132,25 @@ def test_steps_that_nobody_went_to_are_let_go() -> None:
     assert (uses.of(steps[0]) != NEVER).any()
 
 
+def test_of_a_block_that_begins_before_it_is_whole_nothing_is_known() -> None:
+    """Nor later, when it is: what is said is true, or nothing."""
+    steps = steps_like(np.random.default_rng(2), 60, 60, 40)
+    uses = NextUses(36 * 1000)
+    while not uses.added or uses.wanted_ahead == 2 * STEPS_MAX:
+        uses.add(steps[uses.added])
+    block = uses.wanted_ahead // 2
+    uses.begin(0)
+    assert (uses.of(steps[0]) == NEVER).sum() < len(steps[0])
+    uses.begin(block)
+    while uses.added < 3 * block:
+        uses.add(steps[uses.added])
+    for step in range(block, 2 * block):
+        uses.begin(step)
+        assert (uses.of(steps[step]) == NEVER).all()
+    uses.begin(2 * block)
+    assert (uses.of(steps[2 * block]) != NEVER).any()
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[featstore.Store]:
     rng = np.random.default_rng(5)
