@@ -245,11 +245,11 @@ def test_the_choice_costs_little() -> None:
     ids, reads = sum(map(len, trace)), 0.5
     seen(PolicyChoice(50_000, 1_000_000), trace[:2])  # compiled
     spent = []
-    for _ in range(3):
+    for _ in range(5):
         choice = PolicyChoice(50_000, 1_000_000)
-        begin = time.perf_counter()
+        begin = time.thread_time()  # of a core, which others use as well
         seen(choice, trace)
-        spent.append(time.perf_counter() - begin)
+        spent.append(time.thread_time() - begin)
     # 2 % of the time of reading half of the rows at 200,000 reads a second.
     assert min(spent) <= 0.02 * ids * reads * 5e-6
     # And however much is seen, what is replayed has an end.
