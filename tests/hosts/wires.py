@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0  # where kernels are compiled first, on cores that others use, too
 
 Meddle = Callable[[int, int, int, np.ndarray], np.ndarray]
 
