@@ -156,14 +156,21 @@ class SoonRows:
 
     def shift(self, shift: int, first: FirstUses) -> None:
         """As :data:`featstore.hosts.next_uses.OnBlock`."""
-        slots = self._map.slots
+        slots, unknown = self._map.slots, np.empty(0, np.int64)
         for low in range(0, len(slots), ROWS_AT_ONCE):
             some = slots[low : low + ROWS_AT_ONCE]
-            uses = shifted(some["stamp"], shift)
-            unknown = np.flatnonzero((uses == NEVER) & (some["row"] >= 0))
-            uses[unknown] = first(some["row"][unknown])
-            some["stamp"] = uses
+            some["stamp"] = shifted(some["stamp"], shift)
+            found = low + np.flatnonzero((some["stamp"] == NEVER) & (some["row"] >= 0))
+            unknown = np.concatenate([unknown, found])
+            if len(unknown) >= ROWS_AT_ONCE:  # each look-up goes through two blocks, however few they are
+                self._look_up(unknown[:ROWS_AT_ONCE], first)
+                unknown = unknown[ROWS_AT_ONCE:]
+        self._look_up(unknown, first)
         list_anew(self._map)
+
+    def _look_up(self, slots: NDArray[np.int64], first: FirstUses) -> None:
+        held = self._map.slots
+        held["stamp"][slots] = first(held["row"][slots])
 
 
 def shifted(uses: NDArray[np.int32], shift: int) -> NDArray[np.int32]:

@@ -202,9 +202,8 @@ class NextUses:
                 self._end_block()
 
     def _end_block(self) -> None:
-        ahead = [number for number in self._whole if number != self._present]
-        if len(ahead) == _BUFFERS - 2:  # nobody went on to the oldest one: it is let go
-            del self._whole[min(ahead)]
+        if len(self._whole) == _BUFFERS - 1:  # nobody went on to the oldest one: it is let go
+            del self._whole[min(number for number in self._whole if number != self._present)]
         self._whole[self.added // self._steps - 1] = self._filling
         self._filling = next(one for one in range(_BUFFERS) if one not in self._whole.values())
         self._filled = self._begun = 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import featstore
 from featstore.errors import BudgetError
 from featstore.hosts.ahead import Ahead, AheadTier
-from featstore.hosts.next_uses import STEPS_MAX, USES_MAX, NextUses
+from featstore.hosts.next_uses import ROWS_AT_ONCE, STEPS_MAX, USES_MAX, NextUses
 from featstore.hosts.owners import Owners
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.online.lookahead import Lookahead
@@ -48,7 +48,7 @@ def test_the_next_use_is_that_of_a_plain_loop(seed: int, count: int, entries: in
     """Of all rows of a step, as far as steps have been looked at; of others there is none."""
     steps = steps_like(np.random.default_rng(seed), count, 41, 37)
     sets = [set(one.tolist()) for one in steps]
-    uses = NextUses(36 * entries)
+    uses = NextUses(34 * entries)
     assert uses.wanted_ahead == 2 * STEPS_MAX
     for step, wanted in enumerate(steps):
         look_ahead(uses, steps, step)
@@ -78,7 +78,7 @@ def test_when_rows_are_wanted_first_is_that_of_a_plain_loop(seed: int, entries: 
     steps = [spread * one for one in steps_like(rng, 60, 41, 1)]
     sets = [set(one.tolist()) for one in steps]
     rows = spread * rng.permutation(NODES)[: rng.integers(0, 200)]
-    uses, said = NextUses(36 * entries), 0
+    uses, said = NextUses(34 * entries), 0
     told: list[list[int]] = []
     for step in range(len(steps)):
         look_ahead(uses, steps, step)
@@ -96,7 +96,7 @@ def test_larger_mini_batches_later_are_looked_at_as_far_as_there_is_memory() -> 
     """What is said of a row is always true, and nothing is said of what there is no memory for."""
     rng = np.random.default_rng(0)
     steps = steps_like(rng, 30, 20) + steps_like(rng, 60, 800)
-    uses, known = NextUses(36 * 400), 0
+    uses, known = NextUses(34 * 400), 0
     for step, wanted in enumerate(steps):
         look_ahead(uses, steps, step)
         uses.begin(step)
@@ -112,7 +112,7 @@ def test_larger_mini_batches_later_are_looked_at_as_far_as_there_is_memory() -> 
 def test_steps_that_nobody_went_to_are_let_go() -> None:
     """As where an epoch is gone on with in its middle."""
     steps = steps_like(np.random.default_rng(1), 400)
-    uses = NextUses(36 * 2000)
+    uses = NextUses(34 * 2000)
     for step in range(301):
         look_ahead(uses, steps, step)
     told: list[int] = []
@@ -135,7 +135,7 @@ def test_steps_that_nobody_went_to_are_let_go() -> None:
 def test_of_a_block_that_begins_before_it_is_whole_nothing_is_known() -> None:
     """Nor later, when it is: what is said is true, or nothing."""
     steps = steps_like(np.random.default_rng(2), 60, 60, 40)
-    uses = NextUses(36 * 1000)
+    uses = NextUses(34 * 1000)
     while not uses.added or uses.wanted_ahead == 2 * STEPS_MAX:
         uses.add(steps[uses.added])
     block = uses.wanted_ahead // 2
@@ -261,7 +261,7 @@ def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots:
     common = rng.permutation(NODES)[:300]
     some = [rng.permutation(common)[: rng.integers(0, 300)] for _ in range(sets)]
     steps = [some[k] for k in rng.integers(0, sets, 60)]
-    uses = NextUses(36 * 8 * 300)
+    uses = NextUses(34 * 8 * 300)
     tier = AheadTier(source, uses, {"a": buffer_bytes(slots, 2048, MIN, USES_MAX)}, {"a": 0})
     assert tier._kept["a"].rows.slots == slots
     with closing(tier):
@@ -270,6 +270,25 @@ def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots:
             uses.begin(step, tier.note_uses)
             got = tier.submit({"a": wanted}, out=None).result()["a"]
             np.testing.assert_array_equal(got, source._arrays["a"][wanted])
+
+
+def test_slots_are_looked_up_in_parts_as_all_at_once(
+    source: ArraySource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of rows that wait, and so what stays, is the same."""
+    steps, asked = steps_like(np.random.default_rng(8), 90, 120, 60), []
+    for at_once in (ROWS_AT_ONCE, 16, 1):
+        monkeypatch.setattr("featstore.hosts.ahead.ROWS_AT_ONCE", at_once)
+        uses, before = NextUses(34 * 8 * 300), source.asked
+        tier = AheadTier(source, uses, {"a": buffer_bytes(150, 2048, MIN, USES_MAX)}, {"a": 0})
+        with closing(tier):
+            for step, wanted in enumerate(steps):
+                look_ahead(uses, steps, step)
+                uses.begin(step, tier.note_uses)
+                tier.submit({"a": wanted}, out=None).result()
+        asked.append(source.asked - before)
+    assert asked[0] == asked[1] == asked[2]
+    assert asked[0] < 0.8 * sum(map(len, steps))
 
 
 def test_a_request_that_fails_leaves_nothing_wrong(source: ArraySource) -> None:

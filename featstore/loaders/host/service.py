@@ -107,6 +107,8 @@ class HostService:
         self._last_report: LoaderReport | None = None
         self._lock = threading.RLock()  # of what is known of ranks; the two threads' own
         self._telling = threading.RLock()  # that it ends: one reason, to all of them
+        self._hearing = Worker(self._hear, "featstore-host-hear")
+        self._going = Worker(self._go, "featstore-host")
         try:
             ranks, lines = introduced(lines, rank, options, place)
             self._slots = Slots(memory_bytes, place.ranks)
@@ -119,8 +121,6 @@ class HostService:
                 line.say("failed", error_of(error))
                 line.close()
             raise
-        self._hearing = Worker(self._hear, "featstore-host-hear")
-        self._going = Worker(self._go, "featstore-host")
         try:
             self._hearing.start()  # they hear that this one is alive, while it makes the mode
             self._say_all("met")
