@@ -3,7 +3,7 @@ whose sources, and all on equally many."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,11 @@ def check_links_of_hosts(store: WholeStore, given: Any, options: Mapping[str, An
             raise ArgumentError(
                 f"{name}= divides mini-batches, and hosts have links of their own: leave it out"
             )
-    place, world = store.place, Ranks.of(None, None, None).world_size
-    ranks = place.ranks if place.hosts > 1 else world
-    if ranks > 1:
+    world = Ranks.of(None, None, None).world_size
+    if store.place.hosts == 1 and world > 1:
         raise SourceError(
-            f"each host has {ranks} ranks, and links are sampled by one a host: start one "
-            f"(--nproc-per-node=1), or split the store for as many hosts as there are ranks, {world}, each "
-            "with a part of its own"
+            f"the store is split for one host, which has one rank, and the run has {world}: open the whole "
+            "store, or split it for several hosts"
         )
     if store.edge_types and options.get("graph") is None and isinstance(given, tuple):
         given = given[1] if len(given) == 2 and isinstance(given[0], tuple) else None  # of a type alone
@@ -40,18 +38,22 @@ def check_links_of_hosts(store: WholeStore, given: Any, options: Mapping[str, An
         )
 
 
-def links_of_host(
-    store: OpenStore, tables: tuple[str, str], around: LinkSampler, links: Any
+def links_of_hosts(
+    store: OpenStore, tables: tuple[str, str], around: LinkSampler, links: Any, here: Sequence[int],
+    world_size: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Which of the links, between nodes of two ``tables``, are of which host; nothing of a store that is not
-    split. Raises IdError."""
+    """Whose the mini-batches are, for ranks of this host, ``here``, of ``world_size``; and of a store that is
+    split which of the links, between nodes of two ``tables``, are of which host. Raises IdError."""
     if not isinstance(store, WholeStore):
-        return {}
+        return {"ranks": here, "world_size": world_size}
     place, ends = store.place, around.checked(links)
     if ends.shape[1] < place.hosts:
         raise ArgumentError(f"edge_label_index: {ends.shape[1]} links are too few for {place.hosts} hosts")
     sources, targets = (store.owners[table].hosts[end] for table, end in zip(tables, ends, strict=True))
-    return {"owner": deal_links(sources, targets, place.hosts), "host": place.host, "hosts": place.hosts}
+    return {
+        "owner": deal_links(sources, targets, place.hosts), "hosts": place.hosts,
+        "ranks": [place.share(rank) for rank in here], "world_size": world_size,
+    }  # fmt: skip
 
 
 def deal_links(sources: NDArray[Any], targets: NDArray[Any], hosts: int) -> NDArray[Any]:

@@ -4,9 +4,12 @@ pyg-lib nor torch-sparse. The rows are read by :meth:`featstore.Store.loader`.""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
-from featstore.adapters.links_over_hosts import check_links_of_hosts, links_of_host
+import numpy as np
+
+from featstore.adapters.links_over_hosts import check_links_of_hosts, links_of_hosts
 from featstore.adapters.pyg_loader import attached, edge_table_of, no_call, refuse, warn_of
 from featstore.adapters.pyg_types import (
     canonical,
@@ -16,6 +19,7 @@ from featstore.adapters.pyg_types import (
     put_links,
     typed_attached,
     typed_link_batches,
+    typed_links,
     unwrapped,
     without_numbers,
 )
@@ -27,9 +31,10 @@ from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
+from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.said import said_alike, told
+from featstore.loaders.said import told
 from featstore.loaders.samplers import rows_first, sampler_over_hosts
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.options import as_memory
@@ -37,9 +42,9 @@ from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
 from featstore.sampling.batches import bytes_in_memory, open_sampler
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
-from featstore.storage.edge_types import EdgeType
+from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.relations import graph_of
-from featstore.storage.store import OpenStore, StoredGraph
+from featstore.storage.store import OpenStore, StoredGraph, Table
 
 try:
     import torch
@@ -62,7 +67,8 @@ class LinkNeighborLoader:
     be edges, as PyG's may.
 
     Of a store that is split by hosts all give the same links, and each trains on its share of them, all on as
-    many: those whose target it owns, or whose source, as far as that is even. There is one rank a host.
+    many: those whose target it owns, or whose source, as far as that is even. Ranks of a host have one loader
+    between them there, with ``shared=True``.
 
     Of a store with edge types each is a ``HeteroData``, with what is of the links at their edge type, and the
     indices of triplets at the types of their ends.
@@ -85,7 +91,7 @@ class LinkNeighborLoader:
             :class:`~featstore.adapters.pyg_loader.NeighborLoader`.
         transform, batch_size, shuffle, drop_last, attach, memory: as of that, too.
         options: further ones of :meth:`featstore.Store.loader` for mini-batches that are given (``mode=``,
-            ``rank=`` ...), ``seed=`` and ``graph=``; and those of PyG's and torch's loaders.
+            ``rank=`` ...), ``shared=``, ``seed=`` and ``graph=``; and those of PyG's and torch's loaders.
 
     Each iteration is an epoch. It holds threads and memory until :meth:`close`, or until it is collected; a
     context manager. Raises ArgumentError, SourceError, IdError, BudgetError; what
@@ -132,44 +138,42 @@ class LinkNeighborLoader:
         self._type: EdgeType | None = None  # of the links, where there are several
         self._unnumbered: list[EdgeType] = []  # edge types whose edges have no numbers
         edges: Any
+        made: Callable[..., tuple[LinkBatches, MemoryShares]]
         if data.edge_types and graph is None:
-            self._batches, self._type, shares = typed_link_batches(
-                data,
-                edge_label_index,
-                canonical(num_neighbors),
-                said,
-                memory_bytes,
-                seed,
-                negatives=negatives,
-                **given,
-            )
+            self._type, ends = typed_links(data, edge_label_index)
+            of = data.graphs[joined_name(self._type)]
+            made = partial(typed_link_batches, data, self._type, ends, canonical(num_neighbors), said)
             unnumbered = self._unnumbered = without_numbers(data, said.get("subgraph_type"))
             names, edges = typed_attached(data, attach, unnumbered), numbered(data, unnumbered)
             tables = {name: data.tables[name] for name in data.node_types}
         else:
-            of = graph_of(data, graph)
-            self._batches, shares = _batches_of(
-                data, of, num_neighbors, edge_label_index, said, memory_bytes, seed, negatives, given
-            )
-            names, edges = (
-                attached(data, of.table.rows, attach, options),
-                edge_table_of(data, of.name, options.get("mode")),
-            )
-            tables = {of.table.name: of.table}
-        if isinstance(data, WholeStore):
-            asked = [told(num_neighbors), seed, graph, said_alike(said), self._type]
-            self._batches.alike = {"links": self._batches.said(), "options": asked}
-        self._shares = shares = rows_first(self._batches, tables, shares)
-        with shares.told_of_all():
+            of, ends = graph_of(data, graph), _array(data, edge_label_index, "edge_label_index")
+            made = partial(_batches_of, data, of, ends, num_neighbors, said)
+            names = attached(data, of.table.rows, attach, options)
+            edges, tables = edge_table_of(data, of.name, options.get("mode")), {of.table.name: of.table}
+
+        place = data.place if isinstance(data, WholeStore) else None
+        shared = options.get("shared") or (place is not None and place.ranks > 1)
+        asked = {"num_neighbors": num_neighbors, "seed": seed, "graph": graph, **said}
+        alike = {} if place is None and not shared else _alike(self._type, ends, negatives, given, asked)
+        make = _make(partial(made, seed=seed, negatives=negatives, **given), tables, alike)
+        self._total = of.edges if ends is None else np.size(ends) // 2
+        to_read: LinkBatches | LinksOfRanks
+        if shared:
+            to_read, self._shares = LinksOfRanks(alike, make), MemoryShares(memory_bytes)
+        else:
+            hosts = 1 if place is None else place.hosts
+            self._batches, self._shares = to_read, _ = make(memory_bytes, (0,), hosts)
+        with self._shares.told_of_all():
             self.loader = Loader(
-                data, self._batches, attach=names, memory=shares.rows_bytes, tensors=True, edge_table=edges,
+                data, to_read, attach=names, memory=self._shares.rows_bytes, tensors=True, edge_table=edges,
                 **options,
             )  # fmt: skip
 
     @property
     def dataset(self) -> Sequence[int]:
         """The numbers of all links, as of PyG's loaders."""
-        return range(self._batches.total)
+        return range(self._total)
 
     def __call__(self, index: Any) -> NoReturn:
         raise no_call(index)
@@ -222,11 +226,39 @@ class LinkNeighborLoader:
         return f"LinkNeighborLoader({self.loader!r})"
 
 
+def _alike(
+    link_type: EdgeType | None, ends: Any, negatives: Negatives | None, given: Mapping[str, Any],
+    asked: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """What all hosts and ranks are to say alike of mini-batches of links, by option."""
+    found: dict[str, Any] = {"edge_label_index": (link_type, told(ends))}
+    found |= {"edge_label": told(given["labels"]), "edge_label_time": told(given["times"])}
+    found |= {"neg_sampling": None if negatives is None else told(vars(negatives))}
+    found |= {name: given[name] for name in ("batch_size", "shuffle", "drop_last")}
+    return found | {name: told(one) for name, one in asked.items()}
+
+
+def _make(made: Callable[..., Any], tables: Mapping[str, Table], alike: dict[str, Any]) -> Any:
+    """What makes mini-batches within so much memory, for these ranks of so many, and says its shares."""
+
+    def make(within: int, here: Sequence[int], world: int) -> tuple[LinkBatches, MemoryShares]:
+        batches, shares = made(within, (here, world))
+        try:
+            batches.alike = alike
+            return batches, rows_first(batches, tables, shares)
+        except BaseException:
+            batches.close()
+            raise
+
+    return make
+
+
 def _batches_of(
-    data: OpenStore, graph: StoredGraph, fanouts: Any, links: Any, said: dict[str, Any],
-    memory_bytes: int, seed: int, negatives: Negatives | None, given: dict[str, Any],
+    data: OpenStore, graph: StoredGraph, ends: Any, fanouts: Any, said: dict[str, Any], memory_bytes: int,
+    ranks: tuple[Sequence[int], int], *, seed: int, negatives: Negatives | None, **given: Any,
 ) -> tuple[LinkBatches, MemoryShares]:  # fmt: skip
-    """Mini-batches of a graph without types, and the shares of memory."""
+    """Mini-batches of a graph without types around links ``ends``, None for all edges, of ``ranks``, those
+    here and how many there are; and the shares of memory."""
     if isinstance(fanouts, Mapping):
         raise SourceError("num_neighbors by edge type is of a store with edge types; this has none")
     named = NamedOptions(data, graph, said, seeds_have_times=True)
@@ -237,7 +269,6 @@ def _batches_of(
             data, numbers, seed=seed, graph=graph.name, memory=memory, in_memory=in_memory, options=named
         )
 
-    ends = _array(data, links, "edge_label_index")
     known = check_links_numbered(graph, ends, given)
     if isinstance(data, WholeStore) and data.splits_topology:
         sampler, shares = sampler_over_hosts(
@@ -251,7 +282,7 @@ def _batches_of(
             lambda: sampler_of(needed, True), lambda memory: sampler_of(memory, False),
         )  # fmt: skip
     around = LinkSampler(sampler, negatives=negatives)
-    own = links_of_host(data, (graph.table.name, graph.table.name), around, ends)
+    own = links_of_hosts(data, (graph.table.name, graph.table.name), around, ends, *ranks)
     return LinkBatches(around, ends, numbered=known, **given, **own), shares
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from featstore.adapters.links_over_hosts import links_of_host
+from featstore.adapters.links_over_hosts import links_of_hosts
 from featstore.arguments import shown
 from featstore.base.dtypes import dtype_from_name
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
@@ -118,13 +118,9 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
     return found
 
 
-def typed_link_batches(
-    store: OpenStore, given: Any, fanouts: Any, said: Mapping[str, Any], memory_bytes: int, seed: int, *,
-    negatives: Negatives | None, **links: Any,
-) -> tuple[LinkBatches, EdgeType, MemoryShares]:  # fmt: skip
-    """Mini-batches around links of an edge type, which ``given`` is, or a pair of it and the links (None for
-    all edges, by their numbers where the graph keeps these); that type; and the shares of memory. Raises
-    ArgumentError, BudgetError, UnknownNameError."""
+def typed_links(store: OpenStore, given: Any) -> tuple[EdgeType, Any]:
+    """The edge type of links, which ``given`` is, or a pair of it and the links, integers [2, l] or the name
+    of such an array; and these, None for all edges. Raises ArgumentError, UnknownNameError."""
     given = _named_type(store, given)
     if not (isinstance(given, tuple) and len(given) == 2 and given[0] in store.edge_types):
         known = ", ".join(map(repr, store.edge_types))
@@ -137,8 +133,17 @@ def typed_link_batches(
     link_type, ends = given
     if isinstance(ends, str):
         ends = store.arrays[ends]
-    if hasattr(ends, "cpu"):
-        ends = ends.cpu().numpy()
+    return link_type, ends.cpu().numpy() if hasattr(ends, "cpu") else ends
+
+
+def typed_link_batches(
+    store: OpenStore, link_type: EdgeType, ends: Any, fanouts: Any, said: Mapping[str, Any],
+    memory_bytes: int, ranks: tuple[Sequence[int], int], *, seed: int, negatives: Negatives | None,
+    **links: Any,
+) -> tuple[LinkBatches, MemoryShares]:  # fmt: skip
+    """Mini-batches around links of an edge type, ``ends`` or all its edges, by their numbers where the graph
+    keeps these, of ``ranks``, those here and how many there are; and the shares of memory. Raises
+    ArgumentError, BudgetError."""
     graph, options = store.graphs[joined_name(link_type)], TypedOptions(store, said, seeds_have_times=True)
     told = check_links_numbered(graph, ends, links)
     if isinstance(store, WholeStore) and store.splits_topology:
@@ -154,8 +159,8 @@ def typed_link_batches(
             typed_on_disk(store, link_type[0], fanouts, options, seed=seed),
         )  # fmt: skip
     around = LinkSampler(sampler, link_type=link_type, negatives=negatives)
-    own = links_of_host(store, (link_type[0], link_type[2]), around, ends)
-    return LinkBatches(around, ends, numbered=told, **links, **own), link_type, shares
+    own = links_of_hosts(store, (link_type[0], link_type[2]), around, ends, *ranks)
+    return LinkBatches(around, ends, numbered=told, **links, **own), shares
 
 
 def _named_type(store: OpenStore, given: Any) -> Any:

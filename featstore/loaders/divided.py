@@ -8,12 +8,30 @@ from typing import Any
 
 import numpy as np
 
+from featstore.arguments import as_batches
 from featstore.base.sequences import each_of, known_length
 from featstore.errors import ArgumentError
-from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.loaders.options import SAMPLING, Given
+from featstore.loaders.prefetch import Sampler, check_repeatable, epoch_of
 from featstore.sampling.batches import SampledBatches
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.ranked import share_of
+
+
+def check_given(given: Given, batches: Sampler | None) -> None:
+    """Raise ArgumentError where a loader takes other mini-batches than these, or, where ranks share those
+    around links that are not made yet (None), other options."""
+    for name in SAMPLING if batches is None else (*SAMPLING, "shared"):
+        if given.get(name, False) is not False:
+            raise ArgumentError(f"{name}= is for the store to sample: give batches or seeds, not both")
+    if given.mode == "partitions":
+        raise ArgumentError(
+            "mode='partitions' samples inside the partitions that are in memory: give seeds= and fanouts= "
+            "instead of batches"
+        )
+    if batches is not None:
+        as_batches(batches, "batches")
+        check_repeatable(batches)
 
 
 class GivenShare:
@@ -68,6 +86,11 @@ class GivenShare:
     def end_rest(self) -> None:
         """The next time, that epoch is whole."""
         self._begun_at = 0, 0
+
+    @property
+    def steps(self) -> int:
+        """Mini-batches of each rank whose mini-batches these are, in this epoch."""
+        return self._batches.steps if isinstance(self._batches, LinkBatches) else self.epoch_steps()
 
     @property
     def of_links(self) -> bool:

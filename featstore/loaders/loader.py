@@ -24,6 +24,7 @@ from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
+from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
@@ -70,8 +71,9 @@ class Loader(Shown, LoaderBase):
     """
 
     def __init__(
-        self, store: OpenStore, batches: Sampler | None = None, **options: Unpack[LoaderOptions]
-    ) -> None:
+        self, store: OpenStore, batches: Sampler | LinksOfRanks | None = None,
+        **options: Unpack[LoaderOptions],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.store = as_store(store)
         given = Given(options)
@@ -91,7 +93,7 @@ class Loader(Shown, LoaderBase):
             )
             self._whole, self._ranks = making.whole, making.ranks
             with making.shares.told_of_all():  # where ranks share them, too
-                self._mode = making.mode(batches)
+                self._mode = making.mode()
             self._shares = making.shares
             self.mode, self.mode_because, self.costs = making.taken
         except BaseException:

@@ -4,6 +4,7 @@ options."""
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.costs.auto import Taken, auto
 from featstore.loaders.costs.partitions import OwnSampling
-from featstore.loaders.divided import GivenShare
+from featstore.loaders.divided import GivenShare, check_given
+from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
@@ -26,7 +28,7 @@ from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.over_hosts import auto_is_online, check_ranks, halo_bytes, tell_uneven
-from featstore.loaders.prefetch import Sampler, check_repeatable
+from featstore.loaders.prefetch import Sampler
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.said import samples_of
@@ -53,15 +55,12 @@ class Making:
     which mode, and why."""
 
     def __init__(
-        self,
-        store: OpenStore,
-        batches: Sampler | None,
-        given: Given,
-        memory_bytes: int,
-        aside: int,
-        opened: ExitStack,
-    ) -> None:
+        self, store: OpenStore, batches: Sampler | LinksOfRanks | None, given: Given, memory_bytes: int,
+        aside: int, opened: ExitStack,
+    ) -> None:  # fmt: skip
         self.store, self.given, self._opened = store, given, opened
+        self._links = batches if isinstance(batches, LinksOfRanks) else None
+        self._batches = batches = None if isinstance(batches, LinksOfRanks) else batches
         self.taken = Taken(given.mode, "asked for", None)
         self._sampled = given.get("seeds") is not None
         self.ranks = Ranks.of(given.get("rank"), given.get("world_size"), batches)
@@ -82,31 +81,35 @@ class Making:
         self.share: RankedBatches | GivenShare | None = None
         self._alike: dict[str, Any] = {}  # what all hosts are to say of it
         self._here: tuple[int, ...] = (self.ranks.rank,)  # the ranks whose mini-batches are made here
-        if batches is not None:
-            self._check_given(batches)
+        if batches is not None or self._links is not None:
+            check_given(given, batches)
         elif given.get("fanouts") is None if self._sampled else not self._compiled_before():
             raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
         elif not self._sampled:
             self._check_compiled()
 
-    def mode(self, batches: Sampler | None) -> Mode:
+    def mode(self) -> Mode:
         """The mode, over its loader."""
         given, ranks = self.given, self.ranks
         place = place_of(given.get("shared", False), ranks.rank, ranks.shares, given.said)
         if isinstance(self.store, WholeStore):
             place = on_host(place, self.store.place, self.store.timeout_seconds)
         if place is None:
-            mode = self._made(batches)
+            links = self._links_of((ranks.rank,), self.shares.memory_bytes)
+            mode = self._made(self._batches if links is None else links)
         else:
             if given.auto:
                 because = "ranks that share a loader take another mode only where it is asked for"
                 self.taken = auto_is_online(given, because)
             alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
-            size = self._seeds_of_a_step()["batch_size"]
-            per_step = 0 if given.mode == "partitions" else ranks.shares * size  # as of a loader of its own
+            per_step = ranks.shares  # as of a loader of its own: of seeds, or of mini-batches around links
+            if self._links is None:
+                per_step *= self._seeds_of_a_step()["batch_size"]
+            else:
+                alike |= self._links.alike
             mode = HostMode(
                 place, ranks.rank, alike | {"store": self.store.uuid}, self.shares.memory_bytes,
-                bool(given.tensors), per_step, self._for_host,
+                bool(given.tensors), 0 if given.mode == "partitions" else per_step, self._for_host,
             )  # fmt: skip
         self._opened.callback(mode.close)
         return mode
@@ -115,8 +118,19 @@ class Making:
         """The mini-batches of these ranks in turn, for a :class:`HostMode`."""
         self._here, self.given.tensors = ranks, False
         whole, self.shares = self.shares, MemoryShares(memory_bytes)
-        mode, self.shares = self._made(None), whole
+        mode, self.shares = self._made(self._links_of(ranks, memory_bytes)), whole
         return mode
+
+    def _links_of(self, ranks: tuple[int, ...], memory_bytes: int) -> Sampler | None:
+        """The mini-batches of these ranks around links, which divide themselves; None where there are
+        none."""
+        if self._links is None:
+            return None
+        made, shares = self._links.make(memory_bytes, ranks, self.ranks.world_size)
+        self._opened.callback(made.close)
+        self.shares = replace(shares, beside_bytes=shares.beside_bytes + self.shares.beside_bytes)
+        self.ranks = replace(self.ranks, shares=1)
+        return made
 
     def _made(self, batches: Sampler | None) -> Mode:
         """The mode of the ranks here. Hosts agree last: what fails on one alone may be tried again."""
@@ -164,19 +178,6 @@ class Making:
     def samples(self) -> str:
         """What tells what is sampled here from others."""
         return samples_of(self.given)
-
-    def _check_given(self, batches: Any) -> None:
-        """Mini-batches were given."""
-        for name in (*SAMPLING, "shared"):
-            if self.given.get(name, False) is not False:
-                raise ArgumentError(f"{name}= is for the store to sample: give batches or seeds, not both")
-        if self.given.mode == "partitions":
-            raise ArgumentError(
-                "mode='partitions' samples inside the partitions that are in memory: give seeds= and "
-                "fanouts= instead of batches"
-            )
-        args.as_batches(batches, "batches")
-        check_repeatable(batches)
 
     def _check_compiled(self) -> None:
         """Mini-batches are those of a trace that is compiled."""

@@ -46,9 +46,10 @@ class LoaderOptions(TypedDict, total=False):
             ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch: of the seeds, or of
             the mini-batches that are given every ``world_size``-th (unless a torch ``DistributedSampler`` or
             the like among them divides already). ``memory`` is that of one process.
-        shared: with ``seeds``: the ranks of this host have one loader between them, which holds the rows
-            once; ``memory`` is then the host's. True under ``torchrun``; else a name that they have in common
-            and no other run has. All make it, and go through it in lock-step: :mod:`featstore.loaders.host`.
+        shared: with ``seeds``, and of ``LinkNeighborLoader``: the ranks of this host have one loader between
+            them, which holds the rows once; ``memory`` is then the host's. True under ``torchrun``; else a
+            name that they have in common and no other run has. All make it, and go through it in lock-step:
+            :mod:`featstore.loaders.host`.
         drop_last: leave out what is left over after whole mini-batches of all ranks. Else the last
             mini-batch may be smaller, and up to ``world_size - 1`` seeds (or mini-batches) of an epoch stand
             twice, so that every rank has as many steps. :meth:`Loader.report` says how many.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -305,3 +306,47 @@ def reuse_unlike(rank: int, hosts: int, folder: str, name: str) -> None:
     except PeerError as error:
         Path(f"{name}.told.{rank}").write_text(error.what)
         os._exit(1)
+
+
+def taken(batch: Any) -> dict[str, Any]:
+    """All that a mini-batch of PyG's has, as arrays, by type and name."""
+    found = {}
+    for part in batch.stores:
+        of = getattr(part, "_key", None)
+        found |= {
+            f"{of} {name}": np.asarray(value) for name, value in part.items() if not isinstance(value, list)
+        }
+    return found
+
+
+def be_linked(rank: int, hosts: int, ranks: int, folder: str, name: str) -> None:
+    """Train around links of each case twice, and from the middle of an epoch on; write down what came."""
+    from featstore.adapters.pyg_links import LinkNeighborLoader
+
+    join(rank, hosts * ranks, folder, name)
+    told = []
+    for number, (parts, said) in enumerate(pickle.loads(Path(f"{name}.cases").read_bytes())):
+        made: list[list[Any]] = []
+        given = {**said, "shared": f"{folder}/{name}{number}", "memory": "96MiB"}
+        with featstore.open_split(parts, memory="24MiB", timeout_seconds=30) as store:
+            with LinkNeighborLoader(store, **given) as loader:
+                state = None
+                for epoch in range(2):
+                    made.append([])
+                    for batch in loader:
+                        made[-1].append(taken(batch))
+                        if epoch and len(made[-1]) == 2:
+                            state = json.loads(json.dumps(loader.loader.state_dict()))
+                report = loader.report()
+            with LinkNeighborLoader(store, **given) as loader:
+                assert state is not None
+                loader.loader.load_state_dict(state)
+                rest = [taken(batch) for batch in loader]
+            assert len(rest) == len(made[1]) - 2 > 0
+            for one, other in zip(rest, made[1][2:], strict=True):
+                assert one.keys() == other.keys()
+                assert all(np.array_equal(one[of], other[of]) for of in one)
+            received = store.received()[0]
+        told.append({"made": made, "padded": report.padded, "received": received})
+    Path(f"{name}.told.{rank}").write_bytes(pickle.dumps(told))
+    dist.destroy_process_group()

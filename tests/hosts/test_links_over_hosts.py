@@ -5,15 +5,19 @@ Hosts are threads, as in ``test_split_topology.py``."""
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fault_hosts import all_of, forked_from
 from hypothesis import given
 from hypothesis import strategies as st
+from mode_hosts import be_linked, taken
 from test_split_topology import each, graph_of, hosts, split
 
 import featstore
@@ -38,12 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
     indptr, indices = graph_of(NODES, 5, 3)
     known: dict[str, Any] = {
         "edge_ids": True, "edge_weights": rng.random(len(indices)),
-        "edge_times": rng.integers(0, 9, len(indices)), "arrays": {"links": rng.integers(0, NODES, (2, 70))},
+        "edge_times": rng.integers(0, 9, len(indices)),
+        "arrays": {"links": rng.integers(0, NODES, (2, 70)), "train": np.arange(NODES)},
     }  # fmt: skip
     features = np.arange(3 * NODES, dtype=np.float32).reshape(NODES, 3)
     with pack(made / "one", features, graph=(indptr, indices), order="ldg", partitions=8, **known) as store:
         for name, topology in (("one-whole", False), ("one-split", True)):
             split(store, HOSTS, made / name, split_topology=topology)
+        split(store, 1, made / "parts1")  # by which processes get warm
     edges = {
         of: np.stack([rng.integers(0, COUNTS[of[0]], count), rng.integers(0, COUNTS[of[2]], count)])
         for of, count in ((BUYS, 500), (LIKES, 400))
@@ -59,17 +65,6 @@ def owners(topology: featstore.Store) -> np.ndarray:
     """The host of each node."""
     with featstore.Reader(topology, memory="16MiB") as reader:
         return reader.read(np.arange(NODES)).ravel()
-
-
-def taken(batch: Any) -> dict[str, Any]:
-    """All that a mini-batch has, as arrays, by name and type."""
-    found = {}
-    for part in batch.stores:
-        of = getattr(part, "_key", None)
-        found |= {
-            f"{of} {name}": np.asarray(value) for name, value in part.items() if not isinstance(value, list)
-        }
-    return found
 
 
 def epochs(place: Path, count: int, **said: Any) -> list[list[list[dict[str, Any]]]]:
@@ -181,6 +176,57 @@ def test_split_topology_gives_what_the_whole_gives(
                     np.testing.assert_array_equal(first[of], second[of], of)
 
 
+def cases_of_ranks() -> list[tuple[str, dict[str, Any]]]:
+    """Whole topology and split, of one type and of several, each with a case of the other beside it."""
+    links = np.random.default_rng(1).integers(0, min(COUNTS.values()), (2, 50))
+    one: dict[str, Any] = {
+        "num_neighbors": [3, 2], "edge_label_index": "links", "batch_size": 5, "seed": 4, "shuffle": True,
+        "neg_sampling": "binary",
+    }  # fmt: skip
+    types = one | {"edge_label_index": (BUYS, links), "neg_sampling": Negatives("triplet", 2)}
+    return [
+        ("one-whole", one), ("one-split", one | {"halo": "64KiB"}),
+        ("one-whole", one | {"mode": "compiled", "recorded_epochs": 2}),
+        ("one-split", one | {"mode": "rolling"}),
+        ("types-whole", types), ("types-split", types | {"halo": "64KiB"}),
+    ]  # fmt: skip
+
+
+def test_ranks_that_share_a_loader_train_around_links(folder: Path) -> None:
+    """Two of each of two hosts: their mini-batches are those of the whole store around the same links, which
+    all stand in an epoch; only the first of a host reads and has lines."""
+    cases, world = cases_of_ranks(), 2 * HOSTS
+    (folder / "linked.cases").write_bytes(pickle.dumps(cases))
+    done = all_of(forked_from(folder), be_linked, world, HOSTS, 2, str(folder), "linked")
+    assert done == [0] * world
+    told = [pickle.loads((folder / f"linked.told.{rank}").read_bytes()) for rank in range(world)]
+    for number, (name, said) in enumerate(cases):
+        of = [one[number] for one in told]
+        made = [one["made"] for one in of]
+        assert [one["received"] > 0 for one in of] == [True, False] * HOSTS
+        key = f"{BUYS if 'types' in name else None} input_id"
+        for epoch in range(2):
+            ids = [np.concatenate([b[key] for b in rank[epoch]]) for rank in made]
+            assert len({len(rank[epoch]) for rank in made}) == 1
+            total = 50 if "types" in name else 70
+            assert set(np.concatenate(ids).tolist()) == set(range(total))
+            assert sum(map(len, ids)) == total + of[0]["padded"]
+            assert not set(ids[0].tolist()) & set(ids[2].tolist()), "hosts have links of their own"
+        if number % 2:  # what looks ahead, is laid out, or asked for of other hosts, is the same
+            for mine, its in zip(made, [one[number - 1]["made"] for one in told], strict=True):
+                for first, second in zip(chain(*mine), chain(*its), strict=True):
+                    assert first.keys() == second.keys()
+                    assert all(np.array_equal(first[of], second[of]) for of in first)
+        if name == "one-whole" and "mode" not in said:
+            with featstore.open(folder / "one") as store:
+                alone = {n: value for n, value in said.items() if n != "shuffle"} | {"memory": "16MiB"}
+                for rank, of_rank in enumerate(made):
+                    for epoch, batches in enumerate(of_rank):
+                        for step, batch in enumerate(batches):
+                            number = step * world + rank
+                            check_alike(store, alone, store.arrays["links"], batch, epoch, number)
+
+
 def test_all_edges_of_the_whole_topology(folder: Path) -> None:
     made = epochs(folder / "one-whole", 1, num_neighbors=[2], batch_size=64, memory="16MiB")
     with featstore.open(folder / "one") as store:
@@ -203,10 +249,6 @@ def test_what_is_refused(folder: Path) -> None:
         ):
             with pytest.raises(kind, match=why):
                 LinkNeighborLoader(stores[0], **asked | said)
-        stores[0].place = stores[0].place._replace(ranks=2)
-        with pytest.raises(SourceError, match="each host has 2 ranks, and links are sampled by one"):
-            LinkNeighborLoader(stores[0], **asked)
-        stores[0].place = stores[0].place._replace(ranks=1)
     with hosts(folder / "types-split", HOSTS) as (stores, _):
         for of in (BUYS, (BUYS, None), ("user", "item"), None):
             with pytest.raises(SourceError, match="say which links"):
@@ -304,12 +346,23 @@ def test_mini_batches_of_a_host_without_a_store(folder: Path) -> None:
     with featstore.open(folder / "one") as store, store.sampler([2], memory="16MiB") as sampler:
         around = LinkSampler(sampler, negatives=Negatives("binary", 2))
         links, owner = np.arange(40).reshape(2, 20), np.arange(20) % 2
-        made = LinkBatches(around, links, 4, owner=owner, host=1, hosts=2)
+        made = LinkBatches(around, links, 4, owner=owner, hosts=2, ranks=[1], world_size=2)
         assert (len(made), made.padded, made.num_replicas) == (3, 0, 2)
         assert made[0]["input_id"].tolist() == [1, 3, 5, 7]
         assert made.most_seeds == {"": 2 * (4 + 8)}
-        assert LinkBatches(around, links, 1000, owner=owner, host=1, hosts=2).most_seeds == {"": 60}
-        uneven = LinkBatches(around, links, 4, owner=np.arange(20) % 4 // 3, host=1, hosts=2)
+        assert LinkBatches(around, links, 1000, owner=owner, hosts=2, ranks=[1], world_size=2).most_seeds == {
+            "": 60
+        }
+        uneven = LinkBatches(around, links, 4, owner=np.arange(20) % 4 // 3, hosts=2, ranks=[1], world_size=2)
         assert (len(uneven), uneven.padded, uneven.dropped) == (4, 10, 0)
         with pytest.raises(ArgumentError, match="leaves no mini-batch of 8 links for each of 2 hosts"):
-            LinkBatches(around, links, 8, owner=np.arange(20) % 4 // 3, host=1, hosts=2, drop_last=True)
+            LinkBatches(
+                around,
+                links,
+                8,
+                owner=np.arange(20) % 4 // 3,
+                hosts=2,
+                ranks=[1],
+                world_size=2,
+                drop_last=True,
+            )

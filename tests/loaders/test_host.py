@@ -526,3 +526,88 @@ def pss(process: int) -> int:
     """Bytes of a process, of shared memory its share."""
     text = Path(f"/proc/{process}/smaps_rollup").read_text()
     return 1024 * int(next(one for one in text.splitlines() if one.startswith("Pss:")).split()[1])
+
+
+# Around links.
+
+
+def around_links(path: Path, rank: int, **more: Any) -> Any:
+    links = np.random.default_rng(2).integers(0, NODES, (2, 131))
+    given: dict[str, Any] = {
+        "num_neighbors": [3, 2], "edge_label_index": links, "batch_size": 10, "neg_sampling": "binary",
+        "shuffle": True, "memory": "96MiB", "rank": rank, "world_size": RANKS,
+    }  # fmt: skip
+    pyg = pytest.importorskip("featstore.adapters.pyg_links")
+    return pyg.LinkNeighborLoader(featstore.open(path), **given | more)
+
+
+def linked(batch: Any) -> dict[str, Any]:
+    assert (batch.x.numpy() == FEATURES[batch.n_id]).all(), "rows are the source's"
+    return {name: np.asarray(value).tolist() for name, value in batch.to_dict().items() if name != "x"}
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_around_links_each_rank_gets_what_it_would_have_alone(path: Path, start: Any, mode: str) -> None:
+    """From the middle of an epoch on, too; each hands the state of a rank with a loader of its own."""
+    pytest.importorskip("torch_geometric")
+
+    def work(rank: int, pipe: Any) -> Any:
+        with around_links(path, rank, mode=mode, shared=str(path)) as loader:
+            epochs = [[linked(batch) for batch in loader] for _ in range(2)]
+            report, all_links = loader.report(), len(loader.dataset)
+            loader.set_epoch(1)
+            begun = iter(loader)
+            again = [linked(batch) for batch in islice(begun, 2)]
+            state = loader.loader.state_dict()
+            begun.close()
+        with around_links(path, rank, mode=mode, shared=str(path)) as loader:
+            loader.loader.load_state_dict(state)
+            rest = [linked(batch) for batch in loader]
+        return epochs, again + rest, report.padded, all_links
+
+    ranks = start(work)
+    expected = []
+    for rank in range(RANKS):
+        with around_links(path, rank, mode="online") as loader:
+            expected.append([[linked(batch) for batch in loader] for _ in range(2)])
+            padded = loader.report().padded
+    for rank, one in enumerate(ranks):
+        kind, found = one.told()
+        assert kind == "gave", found
+        epochs, again, its_padded, all_links = found
+        assert epochs[0] == expected[rank][0]
+        assert epochs[1] == expected[rank][0 if mode == "compiled" else 1]  # which is repeated
+        assert again == epochs[1]
+        assert (its_padded, all_links) == (padded, 131)
+
+
+def test_ranks_give_the_same_links(path: Path, start: Any) -> None:
+    pytest.importorskip("torch_geometric")
+
+    def work(rank: int, pipe: Any) -> Any:
+        links = np.arange(20).reshape(2, 10) + (rank == 1)
+        return around_links(path, rank, edge_label_index=links, batch_size=2 + (rank == 2), shared=str(path))
+
+    for one in start(work):
+        kind, error = one.told()
+        assert kind == "raised"
+        assert isinstance(error, ArgumentError)
+        assert "edge_label_index= of local rank 1" in str(error) or "batch_size= of local rank 2" in str(
+            error
+        )
+
+
+def test_a_single_rank_may_say_that_it_shares(path: Path) -> None:
+    """Then it has what any loader has, in the memory it was given."""
+    given = {"rank": 0, "world_size": 1}
+    with around_links(path, **given) as alone, around_links(path, shared="mine", **given) as loader:
+        assert len(loader) == len(alone) == 14
+        for mine, its in zip(loader, alone, strict=True):
+            assert linked(mine) == linked(its)
+    with pytest.raises(BudgetError, match="a memory budget of 1,000 bytes is too small") as caught:
+        around_links(path, shared="mine", memory=1000, **given)
+    needed = caught.value.needed_bytes
+    with around_links(path, shared="mine", memory=needed, **given) as loader:
+        next(iter(loader))
+    with pytest.raises(BudgetError):
+        around_links(path, shared="mine", memory=needed - 4096, **given)

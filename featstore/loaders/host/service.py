@@ -28,7 +28,6 @@ from featstore.loaders.host.place import Place, introduced
 from featstore.loaders.host.slots import PER_RANK, Slots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
-from featstore.sampling.batches import RankedBatches
 
 _Got = TypeVar("_Got")
 
@@ -234,7 +233,7 @@ class HostService:
     def _from(self, start: Begin) -> Generator[Batch]:
         """The mini-batches of an epoch, of all ranks in turn."""
         mode = self._mode
-        steps = mode.share.steps if isinstance(mode.share, RankedBatches) else None
+        steps = None if mode.share is None else mode.share.steps
         if steps is not None and start.step >= steps:
             if start.step > steps:
                 raise ArgumentError(f"the state points to mini-batch {start.step} of {steps} of an epoch")
