@@ -14,11 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import featstore
-from featstore.hosts.ahead import Ahead
+from featstore.engine.request import answered
+from featstore.hosts.ahead import Ahead, AheadTier
 from featstore.hosts.halo import Halo
 from featstore.hosts.massivegnn import HaloScores
+from featstore.hosts.next_uses import LEAST_BYTES, STEPS_MAX, USES_MAX, NextUses
 from featstore.sampling.batches import RankedBatches, open_sampler
 from featstore.testing import ArraySource
+from featstore.tiers.slots.layout import MIN
+from featstore.tiers.slots.rows import buffer_bytes
 
 FANOUTS = (10, 5)
 COLUMNS = 128
@@ -97,29 +101,62 @@ def steps_of(one: Recorded) -> list[NDArray[np.int64]]:
     return [np.unique(np.concatenate(step)) for step in zip(*one.streams, strict=True)]
 
 
-def of_ahead(one: Recorded, store: featstore.Store, slots: int) -> tuple[Counts, float]:
-    """Rows that a host asks for which looks ahead, in as many bytes as MassiveGNN takes for so many rows; and
-    the seconds that it takes to know what is wanted when, and to choose what stays."""
+def of_ahead(one: Recorded, store: featstore.Store, slots: int) -> Counts:
+    """Rows that a host asks for which looks ahead, in as many bytes as MassiveGNN takes for so many rows."""
     steps, table = steps_of(one), store.table("features")
     memory = slots * table.row_bytes + HaloScores.bytes_for(table.rows, len(one.halo.ids), slots)
-    ahead = Ahead([table], memory)
     disk = ArraySource(store, {"features": np.zeros((table.rows, COLUMNS), np.float32)})
-    tier, seconds = ahead.over(disk, memory), 0.0
-    asked = np.zeros(len(steps), np.int64)
+    asked, tier = np.zeros(len(steps), np.int64), (ahead := Ahead([table], memory)).over(disk, memory)
     try:
         for step, wanted in enumerate(steps):
-            begin = time.perf_counter()
-            while ahead.uses.added < step + ahead.uses.wanted_ahead:
-                number = ahead.uses.added
-                ahead.uses.add(steps[number] if number < len(steps) else steps[0][:0])
+            _look_ahead(ahead.uses, steps, step)
             ahead.begin(step)
-            seconds += time.perf_counter() - begin
             before = disk.asked
             tier.submit({"features": wanted}, out=None).result()
             asked[step] = disk.asked - before
     finally:
         tier.close()
-    return asked, seconds
+    return asked
+
+
+def _look_ahead(uses: NextUses, steps: list[NDArray[np.int64]], step: int) -> None:
+    while uses.added < step + uses.wanted_ahead:
+        uses.add(steps[uses.added] if uses.added < len(steps) else steps[0][:0])
+
+
+class _Empty(ArraySource):
+    """Rows come at once, and are whatever is in the memory that they come into."""
+
+    def submit(self, ids: Any, *, out: Any, at: Any = None) -> Any:
+        return answered(out)
+
+
+def seconds_of_ahead(
+    one: Recorded, narrow: featstore.Store, slots: int, rng: np.random.Generator
+) -> tuple[float, float, int]:
+    """What it takes a host to look ahead; what it takes with finding rows that stay, and choosing among those
+    that come; and for how many ids, of two blocks of steps, in no order. Rows are of 4 bytes: nothing is said
+    of moving larger ones."""
+    recorded = [rng.permutation(step) for step in steps_of(one)]
+    steps = [recorded[k % len(recorded)] for k in range(5 * STEPS_MAX)]
+    table, most = narrow.table("features"), max(map(len, steps))
+    uses = NextUses(LEAST_BYTES // 8 * STEPS_MAX * 2 * most)
+    given = {"features": buffer_bytes(slots, table.row_bytes, MIN, USES_MAX)}
+    tier = AheadTier(_Empty(narrow, {}), uses, given, {"features": 0})
+    rows, begin, looked = np.empty((most, 1), np.float32), 0.0, 0.0
+    try:
+        for step, wanted in enumerate(steps[: 3 * STEPS_MAX]):
+            if step == STEPS_MAX:  # slots are full
+                begin, looked = time.perf_counter(), 0.0
+            before = time.perf_counter()
+            _look_ahead(uses, steps, step)
+            uses.begin(step, tier.note_uses)
+            looked += time.perf_counter() - before
+            tier.submit({"features": wanted}, out={"features": rows}).result()
+        assert uses.wanted_ahead == 2 * STEPS_MAX
+        return looked, time.perf_counter() - begin, sum(map(len, steps[STEPS_MAX : 3 * STEPS_MAX]))
+    finally:
+        tier.close()
 
 
 def of_min(one: Recorded, nodes: int, slots: int) -> Counts:
@@ -186,7 +223,7 @@ def kept(recorded: list[Recorded], store: featstore.Store, share: float) -> Kept
         "no buffer": none,
         "no eviction": massive(NEVER, 0.95),
         "best": of_grid[best],
-        "ahead": sum_of([of_ahead(one, store, one.slots(share))[0] for one in recorded]),
+        "ahead": sum_of([of_ahead(one, store, one.slots(share)) for one in recorded]),
         "least": sum_of([of_min(one, nodes, one.slots(share)) for one in recorded]),
     }
     return Kept({key: float(one.sum() / none.sum()) for key, one in of_grid.items()}, counts)

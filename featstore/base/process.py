@@ -17,6 +17,9 @@ class OneProcess:
     def __init__(self) -> None:
         self._closed, self._pid = False, os.getpid()
 
+    def is_closed(self) -> bool:
+        return self._closed
+
     @property
     def here(self) -> bool:
         """Whether this is the process that made it."""

@@ -9,8 +9,7 @@ mini-batches to come is of all together, by numbers of rows that go on from tabl
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +22,21 @@ from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import BudgetError
-from featstore.hosts.next_uses import LEAST_BYTES, ROWS_AT_ONCE, USES_MAX, FirstUses, NextUses
+from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, NextUses
 from featstore.storage.store import Table
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
 from featstore.tiers.slots.contents import find_present
 from featstore.tiers.slots.layout import MIN, NEVER, make_slot_map
-from featstore.tiers.slots.policies_min import count_by_use, list_anew, note_uses
+from featstore.tiers.slots.policies_min import (
+    bring_uses_forward,
+    choose_soonest,
+    count_by_use,
+    exchange,
+    list_anew,
+    note_uses,
+    shift_uses,
+)
 from featstore.tiers.slots.rows import buffer_bytes, slots_for
 from featstore.tiers.slots.slots import acquire, complete, load_kernels, release
 from featstore.tiers.static_tier import new_rows
@@ -104,9 +111,13 @@ class SoonRows:
         none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
         load_kernels(self._map)
         find_present(self._map, no_ids, none)
-        note_uses(self._map, none, none)
+        shift_uses(self._map, 0)
+        bring_uses_forward(self._map, no_ids, 0)
         list_anew(self._map)
         count_by_use(self._map, self._idle)
+        note_uses(self._map, none, none, self._idle)
+        choose_soonest(none, self._idle, no_ids)
+        exchange(none, self._idle)
         move_rows(0, none, 0, none, 0)
 
     @property
@@ -125,52 +136,39 @@ class SoonRows:
         """Rows in these slots to these places at an address; they are wanted next in the steps ``uses``."""
         if len(slots):
             move_rows(address_of(self._rows), slots, target, places, self._row_bytes)
-            note_uses(self._map, slots, uses)
+            note_uses(self._map, slots, uses, self._idle)
 
     def put(self, ids: NDArray[np.int64], uses: NDArray[np.int32], source: int, places: NDArray[Any]) -> None:
         """Have rows that lie at these places at an address here, those wanted soonest, in place of rows that
         are wanted later."""
-        chosen = self._chosen(uses)
+        slots = self.find(ids)
+        here, left = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)  # some have come meanwhile
+        note_uses(self._map, slots[here], uses[here], self._idle)
+        chosen = np.empty(len(left), np.int64)
+        chosen = left[chosen[: choose_soonest(uses[left], self._idle, chosen)]]
         if not len(chosen):
             return
         slots, missed, waits = (np.empty(len(chosen), np.int32) for _ in range(3))
         count, _ = acquire(self._map, ids[chosen], slots, missed, waits, uses[chosen])
         assert count >= 0, f"{len(chosen):,} rows were chosen for {self.slots:,} slots"
         new = missed[:count]
-        if count:
-            move_rows(source, places[chosen[new]], address_of(self._rows), slots[new], self._row_bytes)
+        move_rows(source, places[chosen[new]], address_of(self._rows), slots[new], self._row_bytes)
         complete(self._map, slots[new])
         release(self._map, slots)
+        exchange(uses[chosen[new]], self._idle)
 
-    def _chosen(self, uses: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Positions of rows that come: as many as there are slots of rows wanted later than they."""
-        coming = np.cumsum(np.bincount(np.minimum(uses, USES_MAX), minlength=USES_MAX + 1))[:-1]
-        count_by_use(self._map, self._idle)
-        leaving = np.cumsum(self._idle[::-1])[::-1][1:]
-        soon = int(np.count_nonzero(coming <= leaving))  # the first grow, the others fall
-        chosen = uses < soon
-        if soon < USES_MAX:  # of those wanted in this step as many as there is room for
-            room = max(0, int(leaving[soon] - (coming[soon - 1] if soon else 0)))
-            chosen[np.flatnonzero(uses == soon)[:room]] = True
-        return np.flatnonzero(chosen)
+    def shift(self, shift: int) -> None:
+        """Uses count from so many steps later. Then :meth:`bring_forward`, and :meth:`list_anew`."""
+        shift_uses(self._map, shift)
 
-    def shift(self, shift: int, first: FirstUses) -> None:
-        """As :data:`featstore.hosts.next_uses.OnBlock`."""
-        slots, unknown = self._map.slots, np.empty(0, np.int64)
-        for low in range(0, len(slots), ROWS_AT_ONCE):
-            some = slots[low : low + ROWS_AT_ONCE]
-            some["stamp"] = shifted(some["stamp"], shift)
-            found = low + np.flatnonzero((some["stamp"] == NEVER) & (some["row"] >= 0))
-            unknown = np.concatenate([unknown, found])
-            if len(unknown) >= ROWS_AT_ONCE:  # each look-up goes through two blocks, however few they are
-                self._look_up(unknown[:ROWS_AT_ONCE], first)
-                unknown = unknown[ROWS_AT_ONCE:]
-        self._look_up(unknown, first)
+    def bring_forward(self, ids: NDArray[np.int64], use: int) -> None:
+        """Those of the rows that are here are wanted in this step, if in none before."""
+        bring_uses_forward(self._map, ids, use)
+
+    def list_anew(self) -> None:
+        """All uses have been said."""
         list_anew(self._map)
-
-    def _look_up(self, slots: NDArray[np.int64], first: FirstUses) -> None:
-        held = self._map.slots
-        held["stamp"][slots] = first(held["row"][slots])
+        count_by_use(self._map, self._idle)
 
 
 def shifted(uses: NDArray[np.int32], shift: int) -> NDArray[np.int32]:
@@ -213,12 +211,18 @@ class AheadTier(OverSource):
         }
         self._lock, self._hits, self._shift = threading.Lock(), 0, 0
 
-    def note_uses(self, shift: int, first: FirstUses) -> None:
+    def note_uses(self, shift: int, steps: Iterator[tuple[int, NDArray[np.int64]]]) -> None:
         """As :data:`featstore.hosts.next_uses.OnBlock`."""
         with self._lock:
             self._shift += shift
             for kept in self._kept.values():
-                kept.rows.shift(shift, partial(_first_of, first, kept.first))
+                kept.rows.shift(shift)
+            for use, ids in steps:
+                for table, first, rows in self._kept.values():
+                    low, high = np.searchsorted(ids, (first, first + table.rows))
+                    rows.bring_forward(ids[low:high] - first, use)
+            for kept in self._kept.values():
+                kept.rows.list_anew()
 
     @property
     def memory_bytes(self) -> int:
@@ -280,11 +284,6 @@ class AheadTier(OverSource):
 
     def __repr__(self) -> str:
         return f"<AheadTier of {list(self._kept)}, {self.memory_bytes:,} bytes>"
-
-
-def _first_of(first: FirstUses, number: int, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-    """As FirstUses, of a table whose row 0 has this number."""
-    return first(rows + number)
 
 
 def _address(table: Table, out: Any) -> int:

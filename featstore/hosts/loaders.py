@@ -4,14 +4,14 @@ how many mini-batches an epoch has where that is each host's own affair, and whe
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.warning import warn
-from featstore.errors import FormatError, PeerError
+from featstore.errors import ClosedError, FormatError, PeerError
 from featstore.hosts import messages as ms
 from featstore.hosts.line import HostLine, Outgoing
 from featstore.hosts.wire import Wire
@@ -124,17 +124,17 @@ class LoadersOfHosts:
             self._steps[peer, number] = steps
         self._exchange.changed()
 
-    def steps_of_all(self, loader: int, epoch: int) -> list[int]:
-        """The steps of all hosts in an epoch, in their order, waited for. Raises PeerError, also where a host
-        waits for those of another epoch."""
+    def steps_of_all(self, loader: int, epoch: int, unwanted: Callable[[], bool]) -> list[int]:
+        """The steps of all hosts in an epoch, in their order, waited for until nobody wants them any more.
+        Raises PeerError, also where a host waits for those of another epoch, ClosedError."""
         number, found = loader * _EPOCHS_MAX + epoch, list[int]()
         for host in range(self._exchange.wire.hosts):
             if (host, number) not in self._steps:
-                self._wait_for(host, loader, epoch)
+                self._wait_for(host, loader, epoch, unwanted)
             found.append(self._steps[host, number])
         return found
 
-    def _wait_for(self, host: int, loader: int, epoch: int) -> None:
+    def _wait_for(self, host: int, loader: int, epoch: int, unwanted: Callable[[], bool]) -> None:
         exchange, number = self._exchange, loader * _EPOCHS_MAX + epoch
         line, came = exchange.lines[host], False
         line.say(Outgoing(ms.Kind.STEPS, number, _ASKED))
@@ -145,6 +145,10 @@ class LoadersOfHosts:
                 if line.bye_heard:
                     raise exchange.peer_error(host, "has closed the store, and begins no epoch any more")
                 exchange.check_process()
+                if unwanted():
+                    raise ClosedError(
+                        "the loader is closed, which waited for another host to begin the epoch"
+                    )
                 self._check_asked(host, loader, epoch)
                 exchange.wait(0.05)
             came = True

@@ -12,7 +12,8 @@ One thread adds steps, another goes on to them; both may ask.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,26 +21,21 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.native import INLINED
 from featstore.errors import BudgetError
+from featstore.tiers.slots.chains import chain_of
 from featstore.tiers.slots.layout import NEVER
 
 STEPS_MAX = 64  # of a block
 _STEPS_MIN = 8  # of a block: what of a mini-batch is too much for this is not looked at
-_PLACE_BITS = 16
-_PLACE_MASK = (1 << _PLACE_BITS) - 1
-ROWS_AT_ONCE = 1 << _PLACE_BITS  # of which it is said when they are wanted first
 _TABLE_MAX = 1 << 17  # ids; they stay in a core's cache
 _BUFFERS = 4  # of ids: the present block's, the next one's, that after it, and what is begun before its turn
-_ENTRY_BYTES = 8 * _BUFFERS + 1 + 1
+# for each: ids, the next use, the table, and for each id of a step four places of a hash table
+_ENTRY_BYTES = 8 * _BUFFERS + 1 + 1 + 4 * 4 // _STEPS_MIN
 #: It takes so much memory at least.
 LEAST_BYTES = _STEPS_MIN * _ENTRY_BYTES
 _FILLED = 0.9  # of the memory, by the first block, so that later ones may be a little larger
 #: Uses are below this.
 USES_MAX = 2 * STEPS_MAX
 _NONE = 255  # no use, in a byte
-#: Says of up to ROWS_AT_ONCE rows (int64 [n]) when each is wanted first, int32 [n].
-FirstUses = Callable[[NDArray[np.int64]], NDArray[np.int32]]
-#: Takes by how much uses have less to count from now on.
-OnBlock = Callable[[int, FirstUses], None]
 
 
 @njit(**INLINED)
@@ -93,58 +89,56 @@ def find_next_uses(
 
 
 @njit(cache=True, nogil=True)
-def find_uses(
-    wanted: NDArray[np.int64], ids: NDArray[np.int64], uses: NDArray[np.uint8], out: NDArray[np.int32]
-) -> None:
-    """Of each id wanted what stands beside it in ``uses``, NEVER where it is not in ``ids``, ascending."""
-    if ids.shape[0] == 0:
-        out[:] = NEVER
-        return
-    for i in range(wanted.shape[0]):
-        low, left = 0, ids.shape[0]
-        while left > 1:  # no branch depends on what is found
-            half = left >> 1
-            low += half * np.int64(ids[low + half - 1] < wanted[i])
-            left -= half
-        low = min(low + np.int64(ids[low] < wanted[i]), ids.shape[0] - 1)
-        out[i] = uses[low] if ids[low] == wanted[i] and uses[low] != _NONE else NEVER
+def place_ids(ids: NDArray[np.int64], places: NDArray[np.int32]) -> None:
+    """Have the position of each id (all different) in a hash table, of a power of two of places and more than
+    there are ids; -1 where none is."""
+    places[:] = -1
+    shift, mask = _shift_of(places), places.shape[0] - 1
+    for i in range(ids.shape[0]):
+        at = chain_of(ids[i], shift)
+        while places[at] >= 0:
+            at = (at + 1) & mask
+        places[at] = i
 
 
 @njit(cache=True, nogil=True)
-def find_first_uses(
-    sorted_rows: NDArray[np.uint64], ids: NDArray[np.int64], offsets: NDArray[np.int64],
-    next_ids: NDArray[np.int64], next_offsets: NDArray[np.int64], table: NDArray[np.uint8],
+def find_uses(
+    wanted: NDArray[np.int64], ids: NDArray[np.int64], uses: NDArray[np.uint8], places: NDArray[np.int32],
     out: NDArray[np.int32],
 ) -> None:  # fmt: skip
-    """When each row is wanted first, by a block or the next, ``out`` int32 [rows]. ``sorted_rows``:
-    ascending, rows with their places in ``out``, as :func:`with_places` has them. The others as in
-    :func:`find_next_uses`."""
-    at, next_at = offsets[:-1].copy(), next_offsets[:-1].copy()
-    begin = 0
-    while begin < sorted_rows.shape[0]:
-        least = np.int64(sorted_rows[begin] >> _PLACE_BITS)
-        low = least - least % table.shape[0]
-        end = begin
-        while end < sorted_rows.shape[0]:
-            place = np.int64(sorted_rows[end] >> _PLACE_BITS) - low
-            if place >= table.shape[0]:
-                break
-            table[place] = _NONE
-            end += 1
-        _mark(next_ids, next_offsets, next_at, low, offsets.shape[0] - 1, table)
-        _mark(ids, offsets, at, low, 0, table)
-        for i in range(begin, end):
-            use = table[np.int64(sorted_rows[i] >> _PLACE_BITS) - low]
-            out[np.int64(sorted_rows[i] & _PLACE_MASK)] = use if use != _NONE else NEVER
-        begin = end
+    """Of each id wanted what stands beside it in ``uses``, NEVER where it is not in ``ids``. ``places``: as
+    of :func:`place_ids`."""
+    shift, mask = _shift_of(places), places.shape[0] - 1
+    for i in range(wanted.shape[0]):
+        at = chain_of(wanted[i], shift)
+        while places[at] >= 0 and ids[places[at]] != wanted[i]:
+            at = (at + 1) & mask
+        found = np.int64(places[at])
+        out[i] = uses[found] if found >= 0 and uses[found] != _NONE else NEVER
 
 
-def with_places(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Up to :data:`ROWS_AT_ONCE` rows, ascending, each with its place: the lowest bits."""
-    keys = (rows << _PLACE_BITS).view(np.uint64)
-    keys |= np.arange(len(rows), dtype=np.uint64)
-    keys.sort()
-    return keys
+@njit(**INLINED)
+def _shift_of(places: NDArray[np.int32]) -> int:
+    """By how much a hash of 64 bits is shifted to a place."""
+    shift = 64
+    while (1 << (64 - shift)) < places.shape[0]:
+        shift -= 1
+    return shift
+
+
+class Block(NamedTuple):
+    """The steps of a block: their ``ids``, of each ascending from one of ``offsets`` to the next."""
+
+    ids: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def step(self, number: int) -> NDArray[np.int64]:
+        return self.ids[self.offsets[number] : self.offsets[number + 1]]
+
+
+#: Takes by how much uses have less to count from now on, and the steps that are known then, by their numbers
+#: from the present block's begin on.
+OnBlock = Callable[[int, Iterator[tuple[int, NDArray[np.int64]]]], None]
 
 
 class NextUses:
@@ -158,12 +152,13 @@ class NextUses:
         self._offsets = np.zeros((_BUFFERS, STEPS_MAX + 1), np.int64)  # where each step begins there
         self._uses = np.empty(entries, np.uint8)
         self._table = np.empty(min(_TABLE_MAX, 1 << (entries.bit_length() - 1)), np.uint8)
+        self._places = np.empty(_places_of(entries // _STEPS_MIN), np.int32)
         self._lock = threading.Lock()
         self.restart()
         none = self._block(-1)
         find_next_uses(*none, *none, self._table, self._uses)
-        find_uses(none[0], none[0], self._uses, np.empty(0, np.int32))
-        self._first(none[0], none, none)
+        place_ids(none.ids, self._places[:2])
+        find_uses(none.ids, none.ids, self._uses, self._places[:2], np.empty(0, np.int32))
 
     def restart(self) -> None:
         """Forget all steps: the next one that is added is step 0."""
@@ -174,6 +169,9 @@ class NextUses:
             self._filling = self._filled = self._begun = 0  # a buffer, how many ids, and of how many steps
             self._present = self._step = -1  # block, and the step in it, -1 for none
             self._here = self._block(-1)  # as the present block was when it began
+            self._placed = self._places[
+                :0
+            ]  # where the ids of the step begun last are, once they are asked for
 
     @property
     def wanted_ahead(self) -> int:
@@ -208,20 +206,19 @@ class NextUses:
         self._filling = next(one for one in range(_BUFFERS) if one not in self._whole.values())
         self._filled = self._begun = 0
 
-    def _block(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Its ids, and where each step begins."""
+    def _block(self, number: int) -> Block:
         buffer = self._whole.get(number)
         if buffer is None:
-            return np.empty(0, np.int64), np.zeros(self._steps + 1, np.int64)
-        return self._ids[buffer], self._offsets[buffer, : self._steps + 1]
+            return Block(np.empty(0, np.int64), np.zeros(self._steps + 1, np.int64))
+        return Block(self._ids[buffer], self._offsets[buffer, : self._steps + 1])
 
     # Going on to them.
 
     def begin(self, step: int, on_block: OnBlock | None = None) -> None:
-        """Go on to a step. Where that is of another block, ``on_block(shift, first)`` is called: from now
-        on uses count from its begin, ``shift`` steps after the block before, and ``first(rows)`` says when
-        each is wanted first, as far as is known. Of a step before the present block nothing is known."""
+        """Go on to a step. Where that is of another block, ``on_block`` is called: from now on uses count
+        from its begin. Of a step before the present block nothing is known."""
         with self._lock:
+            self._placed = self._places[:0]
             number = step // self._steps if self._steps else -1
             self._step = step - number * self._steps if number >= max(0, self._present) else -1
             if number <= self._present:
@@ -234,15 +231,12 @@ class NextUses:
             find_next_uses(*present, *following, self._table, self._uses)
             self._here = present
             if on_block is not None:
-                on_block(shift, lambda rows: self._first(rows, present, following))
-
-    def _first(
-        self, rows: NDArray[np.int64], *blocks: tuple[NDArray[np.int64], NDArray[np.int64]]
-    ) -> NDArray[np.int32]:
-        found = np.empty(len(rows), np.int32)
-        present, following = blocks
-        find_first_uses(with_places(rows), *present, *following, self._table, found)
-        return found
+                steps = (
+                    (k * self._steps + n, block.step(n))
+                    for k, block in enumerate((present, following))
+                    for n in range(self._steps)
+                )
+                on_block(shift, steps)
 
     def of(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """When each row (int64 [n]) is wanted after the step begun last: a step of this block or the next, or
@@ -251,5 +245,14 @@ class NextUses:
         with self._lock:
             here, offsets = self._here
             low, high = offsets[self._step : self._step + 2] if self._step >= 0 else (0, 0)
-            find_uses(ids, here[low:high], self._uses[low:high], found)
+            wanted = here[low:high]
+            if not len(self._placed):
+                self._placed = self._places[: _places_of(len(wanted))]
+                place_ids(wanted, self._placed)
+            find_uses(ids, wanted, self._uses[low:high], self._placed, found)
         return found
+
+
+def _places_of(ids: int) -> int:
+    """Of a hash table: twice to four times as many as ids."""
+    return 2 << ids.bit_length()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -332,9 +332,10 @@ class WholeStore(OpenStore):
         if self._exchange is not None:
             self._exchange.loaders.say_steps(loader, epoch, steps)
 
-    def steps_of_all(self, loader: int, epoch: int) -> list[int]:
-        """The steps of all hosts there, waited for; of one host none. Raises PeerError."""
-        return [] if self._exchange is None else self._exchange.loaders.steps_of_all(loader, epoch)
+    def steps_of_all(self, loader: int, epoch: int, unwanted: Callable[[], bool]) -> list[int]:
+        """The steps of all hosts there, waited for until nobody wants them any more; of one host none. Raises
+        PeerError, ClosedError."""
+        return [] if self._exchange is None else self._exchange.loaders.steps_of_all(loader, epoch, unwanted)
 
     def received(self) -> tuple[int, int]:
         """Rows that have come from other hosts, and their bytes."""

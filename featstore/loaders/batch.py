@@ -40,6 +40,10 @@ class Batch:
         self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
         self._edges: Any = None
 
+    def attached(self) -> dict[str, Any]:
+        """Rows of edges, and arrays that were asked for, by their names."""
+        return {name: one for name, one in vars(self).items() if name not in _OWN}
+
     # What PyG calls so, of samplers that call it otherwise.
 
     @property

@@ -90,7 +90,8 @@ class GivenShare:
     @property
     def steps(self) -> int:
         """Mini-batches of each rank whose mini-batches these are, in this epoch."""
-        return self._batches.steps if isinstance(self._batches, LinkBatches) else self.epoch_steps()
+        here = len(self._batches.ranks) if isinstance(self._batches, LinkBatches) else 1
+        return self.epoch_steps() // here
 
     @property
     def of_links(self) -> bool:

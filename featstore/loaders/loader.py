@@ -91,10 +91,10 @@ class Loader(Shown, LoaderBase):
             making = Making(
                 self.store, batches, given, self.memory_bytes - self._left, self._left, self._opened
             )
-            self._whole, self._ranks = making.whole, making.ranks
+            self._ranks = making.ranks
             with making.shares.told_of_all():  # where ranks share them, too
                 self._mode = making.mode()
-            self._shares = making.shares
+            self._shares, self._made_whole = making.shares, making.made_whole
             self.mode, self.mode_because, self.costs = making.taken
         except BaseException:
             self._opened.close()
@@ -126,7 +126,7 @@ class Loader(Shown, LoaderBase):
             self._watch.begin(self.report())
         with self._shares.told_of_all():
             for made in spans(self._mode.epoch(), "featstore: wait for a mini-batch"):
-                batch = self._whole.batch(made)
+                batch = self._made_whole(made)
                 del made
                 batch.index = self._next
                 self._next += 1

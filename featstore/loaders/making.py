@@ -3,6 +3,7 @@ options."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,6 +14,7 @@ from featstore.base.training_nodes import checked_train
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.hosts.split_store import WholeStore
+from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.costs.auto import Taken, auto
@@ -23,7 +25,7 @@ from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.owned import owned_partitions
-from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
+from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, check_steps, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
@@ -35,7 +37,7 @@ from featstore.loaders.said import samples_of
 from featstore.loaders.samplers import kept_ahead, rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.typed import TypedWhole
-from featstore.loaders.whole import Whole
+from featstore.loaders.whole import Whole, as_batch
 from featstore.sampling.attributes import said_otherwise
 from featstore.sampling.batches import RankedBatches
 from featstore.sampling.seed_list import SeedList
@@ -45,7 +47,7 @@ from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
 
 _BATCH_SIZE = 1024
-_OF_A_RANK = ("rank", "attach")  # options that ranks that share a loader may have of their own
+_OF_A_RANK = ("rank", "progress")  # options that ranks that share a loader may have of their own
 _COMPILING = ("device", "name", "disk", "residency", "device_memory")
 
 
@@ -73,6 +75,7 @@ class Making:
         parts = store, given.get("edge_table"), given.get("attach", ())
         named = given.get("nodes") is not None
         self.whole = TypedWhole(*parts, named=named) if store.edge_types else Whole(*parts)
+        self.made_whole: Callable[[Any], Batch] = self.whole.batch  # by whoever goes through the loader
         held = self.whole.held_bytes + halo_bytes(store, given, batches)
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"
@@ -80,6 +83,7 @@ class Making:
         self.shares = MemoryShares(memory_bytes - held, 0, held + aside)
         self.share: RankedBatches | GivenShare | None = None
         self._alike: dict[str, Any] = {}  # what all hosts are to say of it
+        self._then: Callable[[], None] = lambda: None  # what is checked when they have
         self._here: tuple[int, ...] = (self.ranks.rank,)  # the ranks whose mini-batches are made here
         if batches is not None or self._links is not None:
             check_given(given, batches)
@@ -101,14 +105,16 @@ class Making:
             if given.auto:
                 because = "ranks that share a loader take another mode only where it is asked for"
                 self.taken = auto_is_online(given, because)
+            self.made_whole = as_batch  # by local rank 0
             alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
             per_step = ranks.shares  # as of a loader of its own: of seeds, or of mini-batches around links
             if self._links is None:
                 per_step *= self._seeds_of_a_step()["batch_size"]
             else:
                 alike |= self._links.alike
+            alike |= {"store": self.store.uuid, "timeout_seconds": place.timeout_seconds}
             mode = HostMode(
-                place, ranks.rank, alike | {"store": self.store.uuid}, self.shares.memory_bytes,
+                place, ranks.rank, alike, self.shares.memory_bytes,
                 bool(given.tensors), 0 if given.mode == "partitions" else per_step, self._for_host,
             )  # fmt: skip
         self._opened.callback(mode.close)
@@ -122,8 +128,7 @@ class Making:
         return mode
 
     def _links_of(self, ranks: tuple[int, ...], memory_bytes: int) -> Sampler | None:
-        """The mini-batches of these ranks around links, which divide themselves; None where there are
-        none."""
+        """The mini-batches of these ranks around links, which divide themselves, if any."""
         if self._links is None:
             return None
         made, shares = self._links.make(memory_bytes, ranks, self.ranks.world_size)
@@ -134,7 +139,7 @@ class Making:
 
     def _made(self, batches: Sampler | None) -> Mode:
         """The mode of the ranks here. Hosts agree last: what fails on one alone may be tried again."""
-        given = self.given
+        given, _ = self.given, self.whole.arrays  # which are there from now on
         if batches is not None:
             divided = self.ranks.world_size if self.ranks.shares < self.ranks.world_size else 0
             self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last, divided)
@@ -152,11 +157,16 @@ class Making:
         }  # fmt: skip
         with self.shares.told_of_all():
             mode = make[given.mode](given.of_mode())
-        mode.share, mode.told_of_all = self.share, self.shares.told_of_all
-        if isinstance(self.store, WholeStore):
-            mode.check = self.store.check_loaders
-            if self._alike:
-                mode.say = partial(self.store.say_position, self.store.agree(self._alike))
+        mode.share, mode.told_of_all, mode.whole = self.share, self.shares.told_of_all, self.whole.batch
+        try:
+            if isinstance(self.store, WholeStore):
+                mode.check = self.store.check_loaders
+                if self._alike:
+                    mode.say = partial(self.store.say_position, self.store.agree(self._alike))
+            self._then()
+        except BaseException:
+            mode.close()
+            raise
         return mode
 
     def _taken(self, batches: Sampler | None) -> Taken:
@@ -182,7 +192,7 @@ class Making:
     def _check_compiled(self) -> None:
         """Mini-batches are those of a trace that is compiled."""
         others = [name for name in SAMPLING if name not in ("seeds", "seed")]  # which is of shuffle=, too
-        for name in (*others, "nodes", "drop_last"):
+        for name in (*others, "nodes", "drop_last", "shared"):
             if self.given.said.get(name, False) is not False:
                 instead = "" if self._alone else "give seeds= and fanouts=, too, or "
                 raise ArgumentError(
@@ -282,8 +292,6 @@ class Making:
         own.pop("nodes", None)
         return wanted.epoch
 
-    # The modes.
-
     def _online(self, own: dict[str, Any]) -> Mode:
         halo, looking = own.get("halo"), None
         if isinstance(halo, int | str):
@@ -316,17 +324,17 @@ class Making:
                 "reuse= takes mini-batches as they were recorded, in whatever order that was: leave out "
                 "seeds_in_order="
             )
-        steps = None  # of hosts: they compare what they have recorded
-        if isinstance(self.share, RankedBatches) and not isinstance(self.store, WholeStore):
-            steps = len(self.share)
+        share, steps = self.share, None
+        if isinstance(share, RankedBatches) or (share is not None and share.of_links):
+            steps = share.epoch_steps() * (len(self._here) if isinstance(share, RankedBatches) else 1)
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
         check_loader_options(CompiledLoader, options)
         mode = compiled_mode(
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
-            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell,
-            steps=steps, **own,
+            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
         )  # fmt: skip
+        self._then = partial(check_steps, mode.loader.compiled, name, steps)
         if not isinstance(self.share, GivenShare) or self.share.of_links:  # reuse= may find other ones there
             self._alike["recorded"] = mode.loader.compiled.epochs().tolist()
         try:
@@ -374,9 +382,8 @@ class Making:
         return PartitionsMode(PartitionsLoader(self.store, fanouts, **own))
 
     def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
-        """Take device and name out of the options of compiling; raise for what it would refuse, before
-        anything is recorded for it. Each rank has a name of its own, and ranks that share a loader have one
-        together."""
+        """Take device and name out of the options of compiling; raise for what it would refuse, before it is
+        recorded for. Each rank has a name of its own, and ranks that share a loader have one together."""
         device, name = own.pop("device", None), own.pop("name", "loader")
         check_pack_name(name)
         parse_disk(own.get("disk"), self.store)
@@ -387,7 +394,7 @@ class Making:
         if isinstance(self.store, WholeStore):  # in the part of this host, whichever number it has in the run
             ranks = self.store.place.ranks
             return device, name if ranks == 1 else f"{name}-{ranks}ranks"
-        if len(self._here) > 1:
-            return device, f"{name}-ranks{'_'.join(map(str, self._here))}of{self.ranks.shares}"
-        world = self.ranks.world_size
+        world, here = self.ranks.world_size, self._here
+        if len(here) > 1:
+            return device, f"{name}-ranks{'_'.join(map(str, here))}of{world}"
         return device, name if world == 1 else f"{name}-rank{self.ranks.rank}of{world}"

@@ -48,16 +48,18 @@ class Mode:
     _handed = 0
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
+    #: Makes mini-batches whole, before ranks that share the loader have them.
+    whole: Callable[[Any], Any]
     #: Tells a BudgetError of a share of the memory as one of all of it.
     told_of_all: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def begin(self, epoch: int, step: int, *, ahead: bool = False) -> None:
-        """An iteration begins there. ``ahead``: this goes ahead of the loops, which have had fewer
-        mini-batches."""
-        self._untold = epoch, step, 0 if ahead else self._handed
+    def begin(self, epoch: int, step: int, *, handed: int | None = None) -> None:
+        """An iteration begins there. ``handed``: mini-batches that the loop has had, where this is ahead of
+        it."""
+        self._untold = epoch, step, self._handed if handed is None else handed
 
     def epoch(self) -> Generator[Any]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
@@ -132,12 +134,12 @@ class Mode:
 def compiled_mode(
     store: OpenStore, batches: Sampler | None, name: str | None, *, reuse: bool = False,
     recorded_epochs: int | None = None, shuffle: bool = False, seed: int = 0, memory: int,
-    loader: dict[str, Any], steps: int | None = None, **options: Any,
+    loader: dict[str, Any], **options: Any,
 ) -> CompiledMode:  # fmt: skip
     """Record and compile mini-batches under ``name``, or take what is there, as
     :class:`~featstore.loaders.options.LoaderOptions` describes. ``batches``: None where it is to be there;
-    ``name``: None where the store is the compiled trace itself. ``steps``: mini-batches of an epoch, where
-    that is known. ``loader``, ``options``: of the loader, and of compiling."""
+    ``name``: None where the store is the compiled trace itself. ``loader``, ``options``: of the loader, and
+    of compiling."""
     reuse, shuffle = as_flag(reuse, "reuse"), as_flag(shuffle, "shuffle")
     epochs = None if recorded_epochs is None else as_count(recorded_epochs, "recorded_epochs")
     if shuffle:
@@ -151,13 +153,6 @@ def compiled_mode(
         if epochs not in (None, found):
             raise ArgumentError(
                 f"reuse= finds {found} recorded epochs under the name {name!r}, not recorded_epochs={epochs}"
-            )
-        lengths = np.diff(compiled.epochs())
-        if steps is not None and (lengths != steps).any():
-            raise ArgumentError(
-                f"reuse= finds epochs of {lengths.max():,} mini-batches under the name {name!r}, and those "
-                f"asked for have {steps:,}: it is of other seeds, mini-batches or ranks. Give another "
-                "name=, or leave out reuse="
             )
         if shuffle:
             _check_shuffled(compiled.entry.residency)
@@ -173,6 +168,17 @@ def compiled_mode(
     except BaseException:
         compiled.close()
         raise
+
+
+def check_steps(compiled: CompiledTrace, name: str | None, steps: int | None) -> None:
+    """Raise ArgumentError where epochs are not of so many mini-batches, where that is known."""
+    lengths = np.diff(compiled.epochs())
+    if steps is not None and (lengths != steps).any():
+        raise ArgumentError(
+            f"reuse= finds epochs of {lengths.max():,} mini-batches under the name {name!r}, and those asked "
+            f"for have {steps:,}: it is of other seeds, mini-batches or ranks. Give another name=, or leave "
+            "out reuse="
+        )
 
 
 def _check_shuffled(residency: str) -> None:

@@ -61,7 +61,7 @@ class TypedWhole(Whole):
                     f"that type, or for each edge of an edge type; types are "
                     f"{', '.join(map(repr, store.node_types))}"
                 )
-            self.arrays[name] = store.arrays[name]
+            self.attached.append(name)
 
     def check_sampled(self, graph: StoredGraph) -> None:
         """What is wrong with edge tables was found when they were named."""

@@ -7,13 +7,16 @@ named, rows of edges, by their numbers (:class:`WantedRows`). When the rows are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore import arguments as args
+from featstore.base.dtypes import dtype_from_name
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch, of_pyg
 from featstore.loaders.prefetch import Sampler, epoch_of
@@ -107,7 +110,7 @@ class Whole:
                     f"edge_table= goes with one table of nodes; the store has {', '.join(map(repr, nodes))}"
                 )
             self.edges = nodes[0], edge_table
-        self.arrays: dict[str, NDArray[Any]] = {}
+        self._store, self.attached = store, list[str]()
         self.of_edges: set[str] = set()  # of these those of edges
         names = [attach] if isinstance(attach, str) else args.as_sequence(attach, "attach", "names of arrays")
         for name in names:
@@ -119,7 +122,12 @@ class Whole:
                     f"attach: array {name!r} has the shape {list(shape)}; what is attached has a value for "
                     f"each of {'one table of nodes' if rows is None else f'{rows:,} nodes'}, or for each edge"
                 )
-            self.arrays[name] = store.arrays[name]
+            self.attached.append(name)
+
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What is attached, by name; in memory from the first time on."""
+        return {name: self._store.arrays[name] for name in self.attached}
 
     def _is_of_edges(self, store: OpenStore, name: str) -> bool:
         """Whether an array has a value for each edge. Raises SourceError where nobody knows which."""
@@ -140,7 +148,7 @@ class Whole:
     ) -> WantedRows | None:  # fmt: skip
         """Mini-batches as pairs of the ids wanted by table, and the sample; None where they are as whoever
         reads their rows takes them."""
-        attached = self._nodes if {*self.arrays} - self.of_edges else ()
+        attached = self._nodes if {*self.attached} - self.of_edges else ()
         if not recorded and self.edges is None and not attached:
             return None
         return WantedRows(batches, nodes, self.edges, recorded, check, attached)
@@ -183,14 +191,15 @@ class Whole:
     @property
     def held_bytes(self) -> int:
         """Memory of the arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
+        entries = [self._store.manifest.arrays[name] for name in self.attached]
+        return sum(math.prod(one.shape) * dtype_from_name(one.dtype).itemsize for one in entries)
 
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)
         if isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
             name = self._only_of(batch.n_id)
-            if name in self._edge_tables and {*self.arrays} - self.of_edges:
+            if name in self._edge_tables and {*self.attached} - self.of_edges:
                 raise _no_nodes([name])
             batch.n_id = batch.n_id[name]
         edges = self.edge_table

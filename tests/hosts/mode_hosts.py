@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import featstore
 import featstore.compile.gather as gather
-from featstore.errors import PeerError
+from featstore.errors import ArgumentError, FeatstoreWarning, PeerError
 from featstore.tiers import saved
 
 NODES = 1200
@@ -179,6 +180,15 @@ def be_host(rank: int, hosts: int, ranks: int, folder: str, name: str) -> None:
     """Train in every mode, from the beginning and from the middle of an epoch on; write down what came."""
     join(rank, hosts * ranks, folder, name)
     features = np.load("features.npy")
+    if ranks > 1:  # ranks of a host give one another up by these
+        with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30 + rank % 2) as store:
+            try:
+                store.loader(**options_of("online", 0, ranks))
+            except ArgumentError as error:
+                assert "timeout_seconds= of local rank 1 differ" in str(error), error
+            else:
+                raise AssertionError("other time-outs were not refused")
+    warnings.simplefilter("error", FeatstoreWarning)  # all hosts begin alike
     with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
         host = store.place.host
         own = store.owners["features"].hosts == host
@@ -288,11 +298,17 @@ def be_victim_or_not(rank: int, hosts: int, folder: str, name: str, mode: str, w
 
 
 def reuse_unlike(rank: int, hosts: int, folder: str, name: str) -> None:
-    """One host finds what was compiled of other options, the others do not."""
+    """What was compiled of mini-batches of another size: found by all hosts, and then by one of them."""
     join(rank, hosts, folder, name)
     given = {**options_of("compiled", rank, 1), "name": "unlike"}
+    told = []
     with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
         store.loader(**given).close()
+        try:
+            store.loader(**{**given, "batch_size": 20}, reuse=True)
+        except ArgumentError as error:
+            told.append(str(error))
+        dist.barrier()
         if rank:
             shutil.rmtree(store.part.path / "packs/unlike")
     try:
@@ -303,8 +319,9 @@ def reuse_unlike(rank: int, hosts: int, folder: str, name: str) -> None:
             while True:
                 for _ in loader:
                     time.sleep(0.01)
-    except PeerError as error:
-        Path(f"{name}.told.{rank}").write_text(error.what)
+    except (ArgumentError, PeerError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+        Path(f"{name}.told.{rank}").write_text(json.dumps(told))
         os._exit(1)
 
 

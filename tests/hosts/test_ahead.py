@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 import featstore
 from featstore.errors import BudgetError
 from featstore.hosts.ahead import Ahead, AheadTier
-from featstore.hosts.next_uses import ROWS_AT_ONCE, STEPS_MAX, USES_MAX, NextUses
+from featstore.hosts.next_uses import STEPS_MAX, USES_MAX, NextUses
 from featstore.hosts.owners import Owners
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.online.lookahead import Lookahead
 from featstore.testing import ArraySource, check_source
 from featstore.tiers.slots.layout import MIN, NEVER
+from featstore.tiers.slots.policies_min import count_by_use
 from featstore.tiers.slots.rows import buffer_bytes
 
 NODES = 3000
@@ -48,7 +49,7 @@ def test_the_next_use_is_that_of_a_plain_loop(seed: int, count: int, entries: in
     """Of all rows of a step, as far as steps have been looked at; of others there is none."""
     steps = steps_like(np.random.default_rng(seed), count, 41, 37)
     sets = [set(one.tolist()) for one in steps]
-    uses = NextUses(34 * entries)
+    uses = NextUses(36 * entries)
     assert uses.wanted_ahead == 2 * STEPS_MAX
     for step, wanted in enumerate(steps):
         look_ahead(uses, steps, step)
@@ -68,35 +69,57 @@ def test_the_next_use_is_that_of_a_plain_loop(seed: int, count: int, entries: in
         assert block == STEPS_MAX
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1), entries=st.sampled_from([700, 9000]), spread=st.sampled_from([1, 2**30])
-)
-def test_when_rows_are_wanted_first_is_that_of_a_plain_loop(seed: int, entries: int, spread: int) -> None:
-    """Said at the begin of each block of rows that wait, whether anybody wants them or not; also where ids
-    are far apart."""
-    rng = np.random.default_rng(seed)
-    steps = [spread * one for one in steps_like(rng, 60, 41, 1)]
-    sets = [set(one.tolist()) for one in steps]
-    rows = spread * rng.permutation(NODES)[: rng.integers(0, 200)]
-    uses, said = NextUses(34 * entries), 0
-    told: list[list[int]] = []
+@given(seed=st.integers(0, 2**32 - 1), entries=st.sampled_from([700, 9000]))
+def test_at_the_begin_of_a_block_all_steps_that_are_known_are_told(seed: int, entries: int) -> None:
+    """Each by its number from there on, with its ids, ascending; and all ids where there is memory."""
+    steps = steps_like(np.random.default_rng(seed), 60, 41, 1)
+    uses, begun = NextUses(36 * entries), 0
+    told: list[dict[int, list[int]]] = []
     for step in range(len(steps)):
         look_ahead(uses, steps, step)
-        uses.begin(step, lambda _, first: told.append(first(rows).tolist()))
-        if len(told) > said:
-            said, known = len(told), sets[step : step + uses.wanted_ahead]
-            expected = [
-                next((k for k, one in enumerate(known) if row in one), NEVER) for row in rows.tolist()
-            ]
-            assert told[-1] == expected
-    assert said == -(-len(steps) // (uses.wanted_ahead // 2))
+        uses.begin(step, lambda _, known: told.append({use: ids.tolist() for use, ids in known}))
+        if len(told) > begun:
+            begun, ahead = len(told), uses.wanted_ahead
+            expected = [sorted(one.tolist()) for one in steps[step : step + ahead]]
+            expected += [[]] * (ahead - len(expected))
+            assert list(told[-1]) == list(range(ahead))
+            for use, ids in told[-1].items():  # of what there is no memory for nothing
+                assert ids == expected[use] or (entries == 700 and {*ids} < {*expected[use]})
+    assert begun == -(-len(steps) // (uses.wanted_ahead // 2))
+
+
+@given(seed=st.integers(0, 2**32 - 1), slots=st.integers(1, 200), late=st.booleans())
+def test_of_rows_that_wait_it_is_known_when_they_are_wanted(
+    source: ArraySource, seed: int, slots: int, late: bool
+) -> None:
+    """At the begin of a block of each row in a slot, by a plain loop; and at any time how many slots have
+    which next use, also where rows are asked for twice before they have come."""
+    steps = steps_like(np.random.default_rng(seed), 60, 41, 1)
+    uses = NextUses(36 * 9000)
+    tier = AheadTier(source, uses, {"a": buffer_bytes(slots, 2048, MIN, USES_MAX)}, {"a": 0})
+    rows, count = tier._kept["a"].rows, np.zeros(USES_MAX + 1, np.int64)
+    with closing(tier):
+        for step, wanted in enumerate(steps):
+            look_ahead(uses, steps, step)
+            shift = tier._shift
+            uses.begin(step, tier.note_uses)
+            if tier._shift > shift:
+                known = [set(one.tolist()) for one in steps[step : step + uses.wanted_ahead]]
+                for held in rows._map.slots:
+                    first = next((k for k, one in enumerate(known) if int(held["row"]) in one), NEVER)
+                    assert held["row"] < 0 or held["stamp"] == first
+            asked = [tier.submit({"a": wanted}, out=None) for _ in range(1 + late)]
+            for one in asked:
+                np.testing.assert_array_equal(one.result()["a"], source._arrays["a"][wanted])
+                count_by_use(rows._map, count)
+                np.testing.assert_array_equal(rows._idle, count)
 
 
 def test_larger_mini_batches_later_are_looked_at_as_far_as_there_is_memory() -> None:
     """What is said of a row is always true, and nothing is said of what there is no memory for."""
     rng = np.random.default_rng(0)
     steps = steps_like(rng, 30, 20) + steps_like(rng, 60, 800)
-    uses, known = NextUses(34 * 400), 0
+    uses, known = NextUses(36 * 400), 0
     for step, wanted in enumerate(steps):
         look_ahead(uses, steps, step)
         uses.begin(step)
@@ -112,7 +135,7 @@ def test_larger_mini_batches_later_are_looked_at_as_far_as_there_is_memory() -> 
 def test_steps_that_nobody_went_to_are_let_go() -> None:
     """As where an epoch is gone on with in its middle."""
     steps = steps_like(np.random.default_rng(1), 400)
-    uses = NextUses(34 * 2000)
+    uses = NextUses(36 * 2000)
     for step in range(301):
         look_ahead(uses, steps, step)
     told: list[int] = []
@@ -135,7 +158,7 @@ def test_steps_that_nobody_went_to_are_let_go() -> None:
 def test_of_a_block_that_begins_before_it_is_whole_nothing_is_known() -> None:
     """Nor later, when it is: what is said is true, or nothing."""
     steps = steps_like(np.random.default_rng(2), 60, 60, 40)
-    uses = NextUses(34 * 1000)
+    uses = NextUses(36 * 1000)
     while not uses.added or uses.wanted_ahead == 2 * STEPS_MAX:
         uses.add(steps[uses.added])
     block = uses.wanted_ahead // 2
@@ -261,7 +284,7 @@ def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots:
     common = rng.permutation(NODES)[:300]
     some = [rng.permutation(common)[: rng.integers(0, 300)] for _ in range(sets)]
     steps = [some[k] for k in rng.integers(0, sets, 60)]
-    uses = NextUses(34 * 8 * 300)
+    uses = NextUses(36 * 8 * 300)
     tier = AheadTier(source, uses, {"a": buffer_bytes(slots, 2048, MIN, USES_MAX)}, {"a": 0})
     assert tier._kept["a"].rows.slots == slots
     with closing(tier):
@@ -270,25 +293,6 @@ def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots:
             uses.begin(step, tier.note_uses)
             got = tier.submit({"a": wanted}, out=None).result()["a"]
             np.testing.assert_array_equal(got, source._arrays["a"][wanted])
-
-
-def test_slots_are_looked_up_in_parts_as_all_at_once(
-    source: ArraySource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is known of rows that wait, and so what stays, is the same."""
-    steps, asked = steps_like(np.random.default_rng(8), 90, 120, 60), []
-    for at_once in (ROWS_AT_ONCE, 16, 1):
-        monkeypatch.setattr("featstore.hosts.ahead.ROWS_AT_ONCE", at_once)
-        uses, before = NextUses(34 * 8 * 300), source.asked
-        tier = AheadTier(source, uses, {"a": buffer_bytes(150, 2048, MIN, USES_MAX)}, {"a": 0})
-        with closing(tier):
-            for step, wanted in enumerate(steps):
-                look_ahead(uses, steps, step)
-                uses.begin(step, tier.note_uses)
-                tier.submit({"a": wanted}, out=None).result()
-        asked.append(source.asked - before)
-    assert asked[0] == asked[1] == asked[2]
-    assert asked[0] < 0.8 * sum(map(len, steps))
 
 
 def test_a_request_that_fails_leaves_nothing_wrong(source: ArraySource) -> None:

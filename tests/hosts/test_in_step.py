@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,20 @@ def test_hosts_in_other_loaders_of_partitions_do_not_wait_for_ever(folder: Path)
     with hosts(folder / "whole", HOSTS, memory="64MiB", timeout=60.0) as (stores, _):
         found = each(stores, train)
     assert all(isinstance(error, PeerError) for error in found), found
+
+
+def test_who_waits_for_another_host_to_begin_may_close(folder: Path) -> None:
+    with hosts(folder / "split", HOSTS) as (stores, _):
+        given = {"mode": "partitions"}
+        loaders = [each(stores[:1], lambda s: s.loader(**said(s, np.arange(NODES), **given)))[0]]
+        waiting = Thread(target=lambda: raised.append(each(loaders, list)[0]))
+        raised: list[Any] = []
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive(), "the other has no loader"
+        loaders[0].close()
+        waiting.join(5)
+        assert isinstance(raised[0], ClosedError), raised
 
 
 def test_one_that_is_slow_is_no_other_epoch(folder: Path) -> None:

@@ -110,7 +110,10 @@ def test_a_host_that_is_gone_is_told_in_every_mode(
 
 
 def test_what_one_host_finds_again_and_another_does_not(folder: Path, context: Any) -> None:
-    """Their steps would not be equal."""
+    """Nor what all find, where it is of mini-batches of another size: it says so. Of one that finds none the
+    steps would not be equal."""
     assert all_of(context, reuse_unlike, 2, 2, str(folder), "unlike") == [1, 1]
-    for rank in range(2):
-        assert "of other options than this host" in (folder / f"unlike.told.{rank}").read_text()
+    told = [json.loads((folder / f"unlike.told.{rank}").read_text()) for rank in range(2)]
+    assert all("reuse= finds epochs of 7 mini-batches" in one[0] for one in told)
+    assert told[0][1].startswith("ArgumentError: reuse= finds epochs of 7 mini-batches")
+    assert told[1][1].startswith("PeerError: host 0")

@@ -20,10 +20,12 @@ import pytest
 from processes import in_child
 
 import featstore
+import featstore.storage.store
 from featstore.base.dtypes import bfloat16
 from featstore.base.threads import closed_later
 from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError
 from featstore.loaders.host import line
+from featstore.loaders.host.place import fingerprint
 from featstore.loaders.host.slots import SharedSlots, Slots
 from featstore.loaders.options import MODES
 
@@ -526,6 +528,61 @@ def pss(process: int) -> int:
     """Bytes of a process, of shared memory its share."""
     text = Path(f"/proc/{process}/smaps_rollup").read_text()
     return 1024 * int(next(one for one in text.splitlines() if one.startswith("Pss:")).split()[1])
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_arrays_are_held_by_local_rank_0_alone(
+    tmp_path: Path, pack: Any, start: Any, monkeypatch: pytest.MonkeyPatch, tensors: bool
+) -> None:
+    """And values of nodes and edges come to all, as arrays, or tensors."""
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 9000))
+    arrays = {"label": np.arange(NODES) % 7, "edge_age": np.arange(9000) * 3}
+    with pack(tmp_path / "s", FEATURES, graph=edges, arrays=arrays, edge_ids=True):
+        pass
+    load = featstore.storage.store.load_array
+
+    def work(rank: int, pipe: Any) -> Any:
+        def loaded(root: Path, entry: Any, *more: Any, **said: Any) -> Any:
+            assert not rank or not entry.path.endswith(("label", "edge_age")), "it is here a second time"
+            return load(root, entry, *more, **said)
+
+        monkeypatch.setattr(featstore.storage.store, "load_array", loaded)
+        given: dict[str, Any] = {"attach": ["label", "edge_age"], "tensors": tensors}
+        with shared_loader(tmp_path / "s", rank, "online", **given) as loader:
+            for batch in loader:
+                drawn(batch)
+                assert type(batch.label) is type(batch.x)
+                assert (np.asarray(batch.label) == batch.n_id % 7).all()
+                assert (np.asarray(batch.edge_age) == 3 * batch.e_id).all()
+        return "all"
+
+    for one in start(work):
+        assert one.told() == ("gave", "all")
+
+
+def test_other_options_in_pairs_are_seen(path: Path, start: Any) -> None:
+    """Arrays inside of others are compared whole, not by how they are shown; whether progress is shown is
+    each rank's own affair."""
+    one, other = (np.zeros(5000, bool) for _ in range(2))
+    one[2500] = other[2501] = True
+    prints = [fingerprint({"seeds": ("paper", mask), "nodes": len}) for mask in (one, one.copy(), other)]
+    assert prints[0] == prints[1] != prints[2]
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online", progress=rank == 0) as loader:
+            return sum(1 for _ in loader)
+
+    assert len({one.told() for one in start(work)}) == 1
+
+
+def test_what_was_compiled_is_not_shared_without_seeds(path: Path) -> None:
+    """Which mini-batch is whose would not be known."""
+    with featstore.open(path) as store:
+        store.loader(**options_of("compiled"), name="alone").close()
+        with pytest.raises(ArgumentError, match="shared= is for sampling, and what was compiled is taken as"):
+            store.loader(
+                mode="compiled", reuse=True, name="alone", shared=str(path), rank=0, world_size=RANKS
+            )
 
 
 # Around links.

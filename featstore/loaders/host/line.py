@@ -160,10 +160,10 @@ class Meeting:
         self.socket.close()
 
 
-def line_to(address: str) -> Line:
-    """A line to the owner at an address, who may come later than this rank. Raises WaitTimeoutError,
+def line_to(address: str, seconds: float = MEET_SECONDS) -> Line:
+    """A line to the owner at an address, who may come so much later than this rank. Raises WaitTimeoutError,
     ClosedError, DeviceError."""
-    end = time.monotonic() + MEET_SECONDS
+    end = time.monotonic() + seconds
     while True:
         with protocol.forking:
             try:
@@ -178,7 +178,7 @@ def line_to(address: str) -> Line:
                 break
         if time.monotonic() > end:
             raise WaitTimeoutError(
-                f"local rank 0 has not made its shared loader within {MEET_SECONDS:.0f} seconds: all ranks "
+                f"local rank 0 has not made its shared loader within {seconds:.0f} seconds: all ranks "
                 "of a host have to, with the same shared="
             )
         time.sleep(_AGAIN_SECONDS)

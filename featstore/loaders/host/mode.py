@@ -25,6 +25,7 @@ from featstore.loaders.host.slots import SharedSlots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
 
+_OPENINGS = 3  # time-outs that hosts may take to open a store
 _OWNER_GONE = (
     "local rank 0, which reads for the ranks of this host, has died: see why there, and begin all ranks again"
 )
@@ -51,6 +52,7 @@ class HostMode(OneProcess, Mode):
         self._tensors, self._per_step, self._lock = tensors, per_step, threading.Lock()
         self._position: tuple[int, int, Mapping[str, Any] | None] = (0, 0, None)  # epoch, step, mode's state
         self._run = 0  # number of the iteration
+        self._begins = 0  # with which mini-batch of the epoch, as the loop counts them
         self._alive: dict[int, None] = {}  # mini-batches whose arrays are there, and count
         self._others: deque[tuple[Any, ...]] = deque()  # heard while something else was waited for
         self._seconds, self._batches = {"wait": 0.0, "train": 0.0}, 0
@@ -68,7 +70,9 @@ class HostMode(OneProcess, Mode):
                 service = HostService(place, rank, alike, memory_bytes, own, make)
                 opened.callback(service.close)
             else:
-                self._line = line_to(place.address)
+                # of several hosts it opens their store first, and waits for them all
+                opening = _OPENINGS * (place.timeout_seconds or 0.0)
+                self._line = line_to(place.address, MEET_SECONDS + opening)
                 opened.callback(self._line.close)
                 self._line.say("hello", place.local_rank, rank, alike)
             self._heard("met", seconds=2 * MEET_SECONDS)  # for it to meet the others, and hear who they are
@@ -120,11 +124,14 @@ class HostMode(OneProcess, Mode):
 
     # Going through it.
 
+    def begin(self, epoch: int, step: int, *, handed: int | None = None) -> None:
+        self._begins = step
+
     def epoch(self) -> Generator[Batch]:
         epoch, step, at = self._position
         self._break_off()
         run = self._run
-        self._line.say("begin", run, epoch, step, at)
+        self._line.say("begin", run, epoch, step, at, self._begins, self._batches)
         over = False
         last = time.perf_counter()
         try:
@@ -174,8 +181,11 @@ class HostMode(OneProcess, Mode):
                 raise decode_error(what[0])
             if kind == "end":
                 return None
-            n_id, x, sample = made
-            return number, Batch(0, n_id, self._as_asked(x), sample), at
+            n_id, x, sample, attached = made
+            batch = Batch(0, n_id, self._as_asked(x), sample)
+            for name, values in attached.items():
+                setattr(batch, name, self._as_asked(values))
+            return number, batch, at
 
     def _as_asked(self, x: Any) -> Any:
         if not self._tensors:

@@ -11,12 +11,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from featstore.arguments import as_text
 from featstore.errors import ArgumentError, ClosedError, PeerError
 from featstore.hosts.places import HostPlace
 from featstore.loaders.host.line import MEET_SECONDS, Line
+from featstore.loaders.said import told
 
 #: What tells one run of ``torchrun`` from another on the same host.
 _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
@@ -88,14 +87,7 @@ def fingerprint(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, Mapping):
-        return b"".join(repr(name).encode() + _bytes_of(one) for name, one in value.items())
-    if callable(value):
-        return getattr(value, "__qualname__", "").encode()
-    if hasattr(value, "__array__"):
-        array = np.asarray(value)
-        return f"{array.dtype} {array.shape}".encode() + array.tobytes()
-    return repr(value).encode()
+    return getattr(value, "__qualname__", "").encode() if callable(value) else told(value).encode()
 
 
 def check_same(mine: Mapping[str, str], theirs: Mapping[str, str], local_rank: int) -> None:

@@ -35,13 +35,16 @@ _WHO = "local rank 0, which reads for the ranks of this host"
 
 
 class Begin(NamedTuple):
-    """A rank's wish: an epoch, from its mini-batch ``step`` on; ``at`` is the mode's state there, or None at
-    the begin of an epoch. ``run``: the number that the rank gives it."""
+    """A rank's wish: an epoch, from its mini-batch ``step`` on, as the mode counts them; ``at`` is the mode's
+    state there, or None at the begin of an epoch. ``run``: the number that the rank gives it; ``next``: of
+    the first mini-batch, as the loop counts them, which has had ``handed`` of all epochs."""
 
     run: int
     epoch: int
     step: int
     at: Mapping[str, Any] | None
+    next: int
+    handed: int
 
 
 @dataclass
@@ -249,7 +252,7 @@ class HostService:
         else:  # mini-batches are counted over all ranks there
             mode.load_state({**start.at, "next": start.step * len(self._ranks)})
         self._stands = None
-        mode.begin(start.epoch, start.step, ahead=True)
+        mode.begin(start.epoch, start.next, handed=start.handed)
         return mode.epoch()
 
     def _hand(self, one: _Rank, batch: Batch) -> None:
@@ -266,7 +269,8 @@ class HostService:
                     break
             self._changed.wait()
         try:
-            sizes = self._slots.write(slot, (batch.n_id, batch.x, batch.sample))
+            batch = self._mode.whole(batch)
+            sizes = self._slots.write(slot, (batch.n_id, batch.x, batch.sample, batch.attached()))
         except BaseException:
             one.free.append(slot)
             raise

@@ -121,7 +121,7 @@ class OwnedPartitionsMode(PartitionsMode):
     def length(self) -> int:
         self._say(self._epoch)
         own = [len(self.loader.seeds_of_batches(self._epoch)[0])]
-        steps = self._store.steps_of_all(self._number, self._epoch) or own
+        steps = self._store.steps_of_all(self._number, self._epoch, self.loader.is_closed) or own
         found = min(steps) if self._drop_last else max(steps)
         if not found:
             raise ArgumentError(

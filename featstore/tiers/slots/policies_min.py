@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.native import INLINED, PART, prefetch
-from featstore.tiers.slots.layout import BATCHES_MAX, END, FAR, RECORD_BYTES, SLOTS, SlotMap
+from featstore.tiers.slots.chains import borrowed, chain_of, prefetch_chain, prefetch_first
+from featstore.tiers.slots.layout import BATCHES_MAX, END, FAR, NEVER, RECORD_BYTES, SHIFT, SLOTS, SlotMap
 
+_FIND_AHEAD = 16  # rows whose chains are prefetched ahead, and half of it their records
 _AHEAD = 64  # entries whose records are prefetched ahead while stale ones are dropped
 
 
@@ -60,6 +62,44 @@ def count_by_use(m: SlotMap, counts: NDArray[np.int64]) -> None:
             counts[min(use, counts.shape[0] - 1)] += 1
 
 
+@njit(cache=True, nogil=True)
+def choose_soonest(uses: NDArray[np.int32], idle: NDArray[np.int64], chosen: NDArray[np.int64]) -> int:
+    """Of rows that are used next then (int32 [n]), those that come: as many as there are slots that are
+    wanted later than they, ``idle`` as of :func:`count_by_use`. Their positions go to ``chosen``; returns how
+    many."""
+    last = np.int64(idle.shape[0] - 1)
+    coming = np.zeros(last + 1, np.int64)
+    for use in uses:
+        coming[min(np.int64(use), last)] += 1
+    soon, come, leave = np.int64(0), np.int64(0), idle.sum() - idle[0]
+    while soon < last and come + coming[soon] <= leave:
+        come += coming[soon]
+        soon += 1
+        leave -= idle[soon]
+    room = max(np.int64(0), leave - come) if soon < last else np.int64(0)  # for those wanted in that step
+    count = 0
+    for i in range(uses.shape[0]):
+        if uses[i] < soon or (uses[i] == soon and room > 0):
+            room -= uses[i] == soon
+            chosen[count] = i
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def exchange(uses: NDArray[np.int32], idle: NDArray[np.int64]) -> None:
+    """Rows have come that are used next then, in place of as many that were used last: in ``idle``, as of
+    :func:`count_by_use`."""
+    last = np.int64(idle.shape[0] - 1)
+    far = last
+    for _ in range(uses.shape[0]):
+        while idle[far] == 0:
+            far -= 1
+        idle[far] -= 1
+    for use in uses:
+        idle[min(np.int64(use), last)] += 1
+
+
 @njit(**INLINED)
 def min_idle(m: SlotMap, slot: int) -> None:
     if m.counts[END] == 2 * m.counts[SLOTS]:
@@ -69,11 +109,44 @@ def min_idle(m: SlotMap, slot: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def note_uses(m: SlotMap, slots: NDArray[np.int32], uses: NDArray[np.int32]) -> None:
-    """Rows in these slots, which nobody uses now, are used next then."""
+def note_uses(
+    m: SlotMap, slots: NDArray[np.int32], uses: NDArray[np.int32], counts: NDArray[np.int64]
+) -> None:
+    """Rows in these slots, which nobody uses now, are used next then. ``counts``: as of
+    :func:`count_by_use`, kept up."""
+    last = np.int64(counts.shape[0] - 1)
     for i in range(slots.shape[0]):
-        m.slots[slots[i]].stamp = uses[i]
+        held = m.slots[slots[i]]
+        counts[min(np.int64(held.stamp), last)] -= 1
+        counts[min(np.int64(uses[i]), last)] += 1
+        held.stamp = uses[i]
         min_idle(m, np.int64(slots[i]))
+
+
+@njit(cache=True, nogil=True)
+def shift_uses(m: SlotMap, shift: int) -> None:
+    """Uses count from so many batches later: those before are over. Afterwards :func:`list_anew` lists them
+    so."""
+    for slot in range(m.slots.shape[0]):
+        use = np.int64(m.slots[slot].stamp)
+        m.slots[slot].stamp = NEVER if use < shift or use == NEVER else use - shift
+
+
+@njit(cache=True, nogil=True)
+def bring_uses_forward(m: SlotMap, rows: NDArray[np.int64], use: int) -> None:
+    """Those of ``rows`` (int64 [n], not negative) that are there are used next then, unless they are used
+    before. Afterwards :func:`list_anew` lists them so."""
+    m = borrowed(m)
+    shift, heads, records = m.counts[SHIFT], m.heads.ctypes.data, m.slots.ctypes.data
+    last = rows.shape[0] - 1
+    for i in range(rows.shape[0]):
+        prefetch_chain(heads, chain_of(rows[min(i + _FIND_AHEAD, last)], shift))
+        prefetch_first(m, chain_of(rows[min(i + _FIND_AHEAD // 2, last)], shift), records)
+        slot = np.int64(m.heads[chain_of(rows[i], shift)])
+        while slot >= 0 and m.slots[slot].row != rows[i]:
+            slot = np.int64(m.slots[slot].next)
+        if slot >= 0 and m.slots[slot].stamp > use:
+            m.slots[slot].stamp = use
 
 
 @njit(cache=True, nogil=True)
