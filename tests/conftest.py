@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also what is marked so")
 
 
-#: Files that take longest, or wait longest, for a worker. All others take seconds.
+#: Files that take longest, or wait longest, for a worker. All others take seconds. The first worker compiles
+#: kernels that most others would wait for, but for the next three.
 LONG = (
-    "hosts/test_faults.py", "crash/test_pack_crash.py",
-    "test_examples.py", "hosts/test_split_training.py", "fuzz/test_fuzz.py",
-    "properties/test_outside.py", "docs/test_types_of_users.py", "hosts/test_modes.py",
-    "docs/test_site.py", "test_packages.py",
+    "test_examples.py", "docs/test_types_of_users.py", "docs/test_site.py", "test_packages.py",
+    "hosts/test_faults.py", "crash/test_pack_crash.py", "hosts/test_split_training.py", "fuzz/test_fuzz.py",
+    "properties/test_outside.py", "hosts/test_modes.py",
     "tiers/test_chosen.py", "faults/test_refusals.py", "packing/test_split.py",
     "base/test_compilation.py", "cli/test_cli_split.py", "compiled/test_segments.py",
     "adapters/test_pyg.py", "online/test_little_memory.py", "test_interrupts.py",
@@ -96,6 +97,20 @@ LONG = (
     "packing/test_split_features.py", "properties/test_typed_modes.py", "hosts/test_hosts_memory.py",
     "online/test_online_memory.py", "mega/test_mega_memory.py",
 )  # fmt: skip
+
+
+#: Tests of many cases that are much alike, and take a second of a core each: half of them are tried.
+MUCH_ALIKE = {
+    "test_they_are_the_same_and_sampled_once", "test_what_is_written_must_pay", "test_another_memory_goes_on",
+    "test_they_are_those_of_the_whole_store", "test_split_topology_gives_what_the_whole_gives",
+    "test_the_choice_is_near_the_best_of_a_full_simulation", "test_their_number_is_known_beforehand",
+    "test_equals_the_sampler_in_memory", "test_resumed_anywhere_the_rest_is_the_same", "test_what_is_in_them",
+    "test_equal_seeds_give_equal_batches", "test_copies_of_all_types_have_one_limit",
+    "test_each_is_where_its_target_is", "test_graphs_that_do_not_fit_are_sampled_from_disk",
+    "test_owners_of_more_nodes_than_are_counted_together", "test_rows_of_any_size",
+    "test_close_to_brute_force_and_never_above_the_paper", "test_the_budget_that_the_error_names_works",
+    "test_no_mini_batch_is_larger_than_the_budget_says",
+}  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,9 +124,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     examples of properties, only where it is asked for."""
     if not config.getoption("--thorough"):
         left_out = pytest.mark.skip(reason="much the same as another, and long: --thorough")
+        alike = [item for item in items if getattr(item, "originalname", None) in MUCH_ALIKE]
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(left_out)
+        for _, cases in groupby(alike, lambda item: item.nodeid.partition("[")[0]):
+            for number, item in enumerate(cases):
+                if number.bit_count() % 2:  # of products of cases some of each
+                    item.add_marker(left_out)
         tests = [getattr(item, "obj", None) for item in items]
         for test in {getattr(test, "__func__", test) for test in tests}:
             try_fewer(test)

@@ -153,11 +153,13 @@ class LinkNeighborLoader:
             edges, tables = edge_table_of(data, of.name, options.get("mode")), {of.table.name: of.table}
 
         place = data.place if isinstance(data, WholeStore) else None
+        if place is not None and place.ranks == 1:
+            options.pop("shared", None)
         shared = options.get("shared") or (place is not None and place.ranks > 1)
         asked = {"num_neighbors": num_neighbors, "seed": seed, "graph": graph, **said}
         alike = {} if place is None and not shared else _alike(self._type, ends, negatives, given, asked)
         make = _make(partial(made, seed=seed, negatives=negatives, **given), tables, alike)
-        self._total = of.edges if ends is None else np.size(ends) // 2
+        self._links, self._edges = ends, of.edges
         to_read: LinkBatches | LinksOfRanks
         if shared:
             to_read, self._shares = LinksOfRanks(alike, make), MemoryShares(memory_bytes)
@@ -173,7 +175,7 @@ class LinkNeighborLoader:
     @property
     def dataset(self) -> Sequence[int]:
         """The numbers of all links, as of PyG's loaders."""
-        return range(self._total)
+        return range(self._edges if self._links is None else np.shape(self._links)[1])
 
     def __call__(self, index: Any) -> NoReturn:
         raise no_call(index)
@@ -233,7 +235,13 @@ def _alike(
     """What all hosts and ranks are to say alike of mini-batches of links, by option."""
     found: dict[str, Any] = {"edge_label_index": (link_type, told(ends))}
     found |= {"edge_label": told(given["labels"]), "edge_label_time": told(given["times"])}
-    found |= {"neg_sampling": None if negatives is None else told(vars(negatives))}
+    if negatives is not None:
+        weights = {
+            n: plain_array(one, n)
+            for n, one in vars(negatives).items()
+            if n.endswith("_weight") and one is not None
+        }
+        found |= {"neg_sampling": told(vars(negatives) | weights)}
     found |= {name: given[name] for name in ("batch_size", "shuffle", "drop_last")}
     return found | {name: told(one) for name, one in asked.items()}
 

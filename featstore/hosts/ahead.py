@@ -173,6 +173,8 @@ class SoonRows:
 
 def shifted(uses: NDArray[np.int32], shift: int) -> NDArray[np.int32]:
     """Uses that count from ``shift`` steps later; NEVER of those before."""
+    if not shift:
+        return uses
     found: NDArray[np.int32] = np.where((uses >= shift) & (uses != NEVER), uses - np.int32(shift), NEVER)
     return found
 

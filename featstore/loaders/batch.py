@@ -40,10 +40,6 @@ class Batch:
         self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
         self._edges: Any = None
 
-    def attached(self) -> dict[str, Any]:
-        """Rows of edges, and arrays that were asked for, by their names."""
-        return {name: one for name, one in vars(self).items() if name not in _OWN}
-
     # What PyG calls so, of samplers that call it otherwise.
 
     @property
@@ -268,3 +264,8 @@ def device_of_rows(batch: Batch) -> Any:
 
 def _first(rows: Any) -> Any:
     return next(iter(rows.values()), None) if isinstance(rows, Mapping) else rows
+
+
+def attached_to(batch: Batch) -> dict[str, Any]:
+    """Rows of edges, and arrays that were asked for, by their names."""
+    return {name: one for name, one in vars(batch).items() if name not in _OWN}

@@ -25,6 +25,7 @@ from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.links import LinksOfRanks
+from featstore.loaders.host.mode import HostMode
 from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
@@ -102,6 +103,7 @@ class Loader(Shown, LoaderBase):
         LOG.info("%s: mode %s, because %s", self.store.path, self.mode, self.mode_because)
         if self._watch is not None and self._watch.line.stage:
             self._watch.line.end(f"mode {self.mode}: prepared")
+        self._shared = given.get("shared", False)
         self._in_order, self._samples = bool(given.get("seeds_in_order")), making.samples
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
@@ -247,6 +249,11 @@ class Loader(Shown, LoaderBase):
         if "memory" in options:
             raise ArgumentError("memory= of this loader is the validation_memory= that was set aside")
         options["memory"] = self._left
+        if isinstance(self._mode, HostMode):  # whose memory is the host's
+            if batches is None:
+                options.setdefault("shared", self._shared)
+            if not options.get("shared"):
+                options["memory"] = self._left // self._mode.ranks
         made = Loader(self.store, batches, **options)
         self._opened.callback(made.close)
         self._left = 0

@@ -83,8 +83,8 @@ class LoaderOptions(TypedDict, total=False):
         device_policy: of the modes online and partitions: of these rows, a name of
             :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
         progress: a line on standard error tells how it goes: mini-batches and bytes a second, hits, stages,
-            the slowest of them, and before that how far preparing is, of the modes compiled and rolling.
-            False by default.
+            the slowest of them, and before that how far preparing is, of the modes compiled and rolling
+            (where ranks share a loader, local rank 0's alone). False by default.
         engine, queue_depth, threads, verify: as for :class:`featstore.Reader`.
         policy: of mode online: of the buffer, a name of :data:`featstore.tiers.slots.layout.POLICIES` but
             ``"min"``, or ``"auto"``, the default, for that which hits most.

@@ -23,7 +23,7 @@ import featstore
 import featstore.storage.store
 from featstore.base.dtypes import bfloat16
 from featstore.base.threads import closed_later
-from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError, IdError
 from featstore.loaders.host import line
 from featstore.loaders.host.place import fingerprint
 from featstore.loaders.host.slots import SharedSlots, Slots
@@ -575,6 +575,37 @@ def test_other_options_in_pairs_are_seen(path: Path, start: Any) -> None:
     assert len({one.told() for one in start(work)}) == 1
 
 
+@pytest.mark.parametrize("option", [{"attach": "label"}, {"replace": True}, {"seeds_in_order": True}])
+def test_options_that_another_rank_alone_gives_are_seen(
+    tmp_path: Path, pack: Any, start: Any, option: dict[str, Any]
+) -> None:
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 9000))
+    pack(tmp_path / "s", FEATURES, graph=edges, arrays={"label": np.arange(NODES)}).close()
+
+    def work(rank: int, pipe: Any) -> Any:
+        return shared_loader(tmp_path / "s", rank, "online", **(option if rank == 1 else {}))
+
+    all_raise(start(work), ArgumentError, f"{next(iter(option))}= of local rank 1 differ")
+
+
+def test_a_loader_to_validate_with_is_shared_too(path: Path, start: Any) -> None:
+    """What was set aside is the host's; mini-batches that are given have a part of it on each rank."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        given = {"validation_memory": "32MiB"}
+        with shared_loader(path, rank, "online", **given) as loader:
+            with loader.validation(seeds=TRAIN[:90], fanouts=(4,), rank=rank, world_size=RANKS) as other:
+                made = type(other._mode).__name__, sum(batch.batch_size for batch in other)
+            assert sum(1 for _ in loader)
+        with shared_loader(path, rank, "online", **given) as loader:
+            batches = [np.arange(k, k + 20) for k in range(6)]
+            with loader.validation(batches, rank=rank, world_size=RANKS) as other:
+                return *made, other.memory_bytes, sum(1 for _ in other)
+
+    for one in start(work):
+        assert one.told() == ("gave", ("HostMode", 30, (32 << 20) // RANKS, 2))
+
+
 def test_what_was_compiled_is_not_shared_without_seeds(path: Path) -> None:
     """Which mini-batch is whose would not be known."""
     with featstore.open(path) as store:
@@ -652,6 +683,13 @@ def test_ranks_give_the_same_links(path: Path, start: Any) -> None:
         assert "edge_label_index= of local rank 1" in str(error) or "batch_size= of local rank 2" in str(
             error
         )
+
+
+@pytest.mark.parametrize("shared", [False, "mine"])
+def test_links_that_are_none_are_told_as_such(path: Path, shared: Any) -> None:
+    for links in ([[0, 1, 2], [3, 4]], [1, 2], [[1], [NODES]]):
+        with pytest.raises(IdError, match="links must be|is no node"):
+            around_links(path, 0, edge_label_index=links, shared=shared, world_size=1)
 
 
 def test_a_single_rank_may_say_that_it_shares(path: Path) -> None:

@@ -200,6 +200,11 @@ class HostMode(OneProcess, Mode):
         self._run += 1
 
     @property
+    def ranks(self) -> int:
+        """Of this host."""
+        return self._place.ranks
+
+    @property
     def per_step(self) -> int:
         return self._per_step
 

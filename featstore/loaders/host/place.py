@@ -92,7 +92,7 @@ def _bytes_of(value: Any) -> bytes:
 
 def check_same(mine: Mapping[str, str], theirs: Mapping[str, str], local_rank: int) -> None:
     """Raise ArgumentError where another rank's options are not those of the owner."""
-    other = [name for name in mine if theirs.get(name) != mine[name]]
+    other = sorted(name for name in {*mine, *theirs} if theirs.get(name) != mine.get(name))
     if other:
         raise ArgumentError(
             f"ranks that share a loader have the same options: {', '.join(f'{name}=' for name in other)} of "

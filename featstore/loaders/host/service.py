@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from featstore.base.passed_errors import encode_error
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreError
-from featstore.loaders.batch import Batch
+from featstore.loaders.batch import Batch, attached_to
 from featstore.loaders.host.line import Line, Meeting, heard_from
 from featstore.loaders.host.place import Place, introduced
 from featstore.loaders.host.slots import PER_RANK, Slots
@@ -270,7 +270,7 @@ class HostService:
             self._changed.wait()
         try:
             batch = self._mode.whole(batch)
-            sizes = self._slots.write(slot, (batch.n_id, batch.x, batch.sample, batch.attached()))
+            sizes = self._slots.write(slot, (batch.n_id, batch.x, batch.sample, attached_to(batch)))
         except BaseException:
             one.free.append(slot)
             raise
