@@ -688,7 +688,7 @@ def test_ranks_give_the_same_links(path: Path, start: Any) -> None:
 @pytest.mark.parametrize("shared", [False, "mine"])
 def test_links_that_are_none_are_told_as_such(path: Path, shared: Any) -> None:
     for links in ([[0, 1, 2], [3, 4]], [1, 2], [[1], [NODES]]):
-        with pytest.raises(IdError, match="links must be|is no node"):
+        with pytest.raises(IdError, match=r"links must be|is no node"):
             around_links(path, 0, edge_label_index=links, shared=shared, world_size=1)
 
 
