@@ -9,7 +9,7 @@ mini-batches to come is of all together, by numbers of rows that go on from tabl
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import BudgetError
-from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, NextUses
+from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, Block, NextUses
 from featstore.storage.store import Table
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
@@ -112,7 +112,7 @@ class SoonRows:
         load_kernels(self._map)
         find_present(self._map, no_ids, none)
         shift_uses(self._map, 0)
-        bring_uses_forward(self._map, no_ids, 0)
+        bring_uses_forward(self._map, no_ids, np.zeros(1, np.int64), 0, 0, 0)
         list_anew(self._map)
         count_by_use(self._map, self._idle)
         note_uses(self._map, none, none, self._idle)
@@ -161,9 +161,10 @@ class SoonRows:
         """Uses count from so many steps later. Then :meth:`bring_forward`, and :meth:`list_anew`."""
         shift_uses(self._map, shift)
 
-    def bring_forward(self, ids: NDArray[np.int64], use: int) -> None:
-        """Those of the rows that are here are wanted in this step, if in none before."""
-        bring_uses_forward(self._map, ids, use)
+    def bring_forward(self, block: Block, first: int, rows: int) -> None:
+        """Those of its rows that are here are wanted in its steps, if in none before; of all tables' these
+        are the ``rows`` from ``first`` on."""
+        bring_uses_forward(self._map, block.ids, block.offsets, first, rows, block.use)
 
     def list_anew(self) -> None:
         """All uses have been said."""
@@ -213,18 +214,15 @@ class AheadTier(OverSource):
         }
         self._lock, self._hits, self._shift = threading.Lock(), 0, 0
 
-    def note_uses(self, shift: int, steps: Iterator[tuple[int, NDArray[np.int64]]]) -> None:
+    def note_uses(self, shift: int, blocks: Sequence[Block]) -> None:
         """As :data:`featstore.hosts.next_uses.OnBlock`."""
         with self._lock:
             self._shift += shift
-            for kept in self._kept.values():
-                kept.rows.shift(shift)
-            for use, ids in steps:
-                for table, first, rows in self._kept.values():
-                    low, high = np.searchsorted(ids, (first, first + table.rows))
-                    rows.bring_forward(ids[low:high] - first, use)
-            for kept in self._kept.values():
-                kept.rows.list_anew()
+            for table, first, rows in self._kept.values():
+                rows.shift(shift)
+                for block in blocks:
+                    rows.bring_forward(block, first, table.rows)
+                rows.list_anew()
 
     @property
     def memory_bytes(self) -> int:

@@ -12,7 +12,7 @@ One thread adds steps, another goes on to them; both may ask.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,18 +127,17 @@ def _shift_of(places: NDArray[np.int32]) -> int:
 
 
 class Block(NamedTuple):
-    """The steps of a block: their ``ids``, of each ascending from one of ``offsets`` to the next."""
+    """The steps of a block: their ``ids``, of each ascending from one of ``offsets`` to the next. ``use``: of
+    the first step, counted from the begin of the present block."""
 
     ids: NDArray[np.int64]
     offsets: NDArray[np.int64]
-
-    def step(self, number: int) -> NDArray[np.int64]:
-        return self.ids[self.offsets[number] : self.offsets[number + 1]]
+    use: int
 
 
-#: Takes by how much uses have less to count from now on, and the steps that are known then, by their numbers
-#: from the present block's begin on.
-OnBlock = Callable[[int, Iterator[tuple[int, NDArray[np.int64]]]], None]
+#: Takes by how much uses have less to count from now on, and what is known then: the present block, and the
+#: next.
+OnBlock = Callable[[int, Sequence[Block]], None]
 
 
 class NextUses:
@@ -156,7 +155,7 @@ class NextUses:
         self._lock = threading.Lock()
         self.restart()
         none = self._block(-1)
-        find_next_uses(*none, *none, self._table, self._uses)
+        find_next_uses(*none[:2], *none[:2], self._table, self._uses)
         place_ids(none.ids, self._places[:2])
         find_uses(none.ids, none.ids, self._uses, self._places[:2], np.empty(0, np.int32))
 
@@ -207,10 +206,10 @@ class NextUses:
         self._filled = self._begun = 0
 
     def _block(self, number: int) -> Block:
-        buffer = self._whole.get(number)
+        buffer, use = self._whole.get(number), self._steps * (number - self._present)
         if buffer is None:
-            return Block(np.empty(0, np.int64), np.zeros(self._steps + 1, np.int64))
-        return Block(self._ids[buffer], self._offsets[buffer, : self._steps + 1])
+            return Block(np.empty(0, np.int64), np.zeros(self._steps + 1, np.int64), use)
+        return Block(self._ids[buffer], self._offsets[buffer, : self._steps + 1], use)
 
     # Going on to them.
 
@@ -228,22 +227,17 @@ class NextUses:
             for old in [one for one in self._whole if one < number]:
                 del self._whole[old]
             present, following = self._block(number), self._block(number + 1)
-            find_next_uses(*present, *following, self._table, self._uses)
+            find_next_uses(*present[:2], *following[:2], self._table, self._uses)
             self._here = present
             if on_block is not None:
-                steps = (
-                    (k * self._steps + n, block.step(n))
-                    for k, block in enumerate((present, following))
-                    for n in range(self._steps)
-                )
-                on_block(shift, steps)
+                on_block(shift, (present, following))
 
     def of(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """When each row (int64 [n]) is wanted after the step begun last: a step of this block or the next, or
         NEVER, also for rows that this step does not want."""
         found = np.empty(len(ids), np.int32)
         with self._lock:
-            here, offsets = self._here
+            here, offsets, _ = self._here
             low, high = offsets[self._step : self._step + 2] if self._step >= 0 else (0, 0)
             wanted = here[low:high]
             if not len(self._placed):

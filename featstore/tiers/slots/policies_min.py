@@ -133,20 +133,28 @@ def shift_uses(m: SlotMap, shift: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def bring_uses_forward(m: SlotMap, rows: NDArray[np.int64], use: int) -> None:
-    """Those of ``rows`` (int64 [n], not negative) that are there are used next then, unless they are used
-    before. Afterwards :func:`list_anew` lists them so."""
+def bring_uses_forward(
+    m: SlotMap, ids: NDArray[np.int64], offsets: NDArray[np.int64], first: int, rows: int, use: int
+) -> None:
+    """Rows that are there and wanted, by ``ids`` from one of ``offsets`` to the next in the batch ``use``, to
+    the next in the one after it, and so on, are used next then, unless they are used before. Of ids ``rows``
+    from ``first`` on are of this map, by their numbers from there on. Afterwards :func:`list_anew` lists them
+    so."""
     m = borrowed(m)
     shift, heads, records = m.counts[SHIFT], m.heads.ctypes.data, m.slots.ctypes.data
-    last = rows.shape[0] - 1
-    for i in range(rows.shape[0]):
-        prefetch_chain(heads, chain_of(rows[min(i + _FIND_AHEAD, last)], shift))
-        prefetch_first(m, chain_of(rows[min(i + _FIND_AHEAD // 2, last)], shift), records)
-        slot = np.int64(m.heads[chain_of(rows[i], shift)])
-        while slot >= 0 and m.slots[slot].row != rows[i]:
-            slot = np.int64(m.slots[slot].next)
-        if slot >= 0 and m.slots[slot].stamp > use:
-            m.slots[slot].stamp = use
+    last = offsets[-1] - 1
+    for step in range(offsets.shape[0] - 1):
+        for i in range(offsets[step], offsets[step + 1]):
+            prefetch_chain(heads, chain_of(ids[min(i + _FIND_AHEAD, last)] - first, shift))
+            prefetch_first(m, chain_of(ids[min(i + _FIND_AHEAD // 2, last)] - first, shift), records)
+            row = ids[i] - first
+            if row < 0 or row >= rows:
+                continue
+            slot = np.int64(m.heads[chain_of(row, shift)])
+            while slot >= 0 and m.slots[slot].row != row:
+                slot = np.int64(m.slots[slot].next)
+            if slot >= 0 and m.slots[slot].stamp > use + step:
+                m.slots[slot].stamp = use + step
 
 
 @njit(cache=True, nogil=True)
