@@ -56,16 +56,16 @@ def look_up(
 
 
 @njit(cache=True, nogil=True)
-def decay(scores: NDArray[np.float32], gamma: Any, used: NDArray[np.int32], marks: NDArray[np.bool_]) -> None:
-    """Multiply the S_E of slots that were not used; ``marks`` is false before and after."""
+def decay(scores: NDArray[np.float32], gamma: Any, used: NDArray[np.int32]) -> None:
+    """Multiply the S_E of slots that were not used."""
+    before = np.empty(used.shape[0], np.float32)
     for i in range(used.shape[0]):
         if used[i] >= 0:
-            marks[used[i]] = True
-    for slot in range(scores.shape[0]):
-        if marks[slot]:
-            marks[slot] = False
-        else:
-            scores[slot] *= gamma
+            before[i] = scores[used[i]]
+    scores *= gamma  # all, which takes a fraction of looking at each
+    for i in range(used.shape[0]):
+        if used[i] >= 0:
+            scores[used[i]] = before[i]
 
 
 @njit(cache=True, nogil=True)
@@ -97,7 +97,6 @@ class HaloScores:
         self.stay = np.ones(self.slots, np.float32)  # S_E
         self.access = np.zeros(len(halo.ids), np.float32)  # S_A
         self.access[self.node_in] = _IN_BUFFER
-        self._marks = np.zeros(self.slots, bool)
         self._rank = np.empty(len(halo.ids), np.int32)
         self._rank[self._by_degree] = np.arange(len(halo.ids), dtype=np.int32)
         self.step = 0
@@ -106,12 +105,12 @@ class HaloScores:
     def held_bytes(self) -> int:
         """Memory of all this, the halo's ids and degrees too."""
         own = (self._bits, self._ranks, self._by_degree, self._slot_of, self.access, self._rank)
-        return sum(a.nbytes for a in (*own, *self.halo, self.node_in, self.stay, self._marks))
+        return sum(a.nbytes for a in (*own, *self.halo, self.node_in, self.stay))
 
     @staticmethod
     def bytes_for(nodes: int, halo: int, slots: int) -> int:
         """Memory for so many nodes, of the table and in the halo, and slots."""
-        return -(-nodes // 64) * 12 + halo * (8 + 8 + 8 + 4 + 4 + 4) + slots * (4 + 4 + 1)
+        return -(-nodes // 64) * 12 + halo * (8 + 8 + 8 + 4 + 4 + 4) + slots * (4 + 4)
 
     def begin_with(self, ids: NDArray[np.int64]) -> None:
         """Have these nodes in the buffer, the last ones as far as there are slots, and then those of the
@@ -139,7 +138,7 @@ class HaloScores:
         """Go on by a mini-batch with these places and slots. Slots that change hands, and the places in the
         halo of who gets them."""
         self.step += 1
-        decay(self.stay, self.gamma, found, self._marks)
+        decay(self.stay, self.gamma, found)
         if self.step % self.delta:
             count_misses(self.access, in_halo, found)
             return np.empty(0, np.int64), np.empty(0, np.int64)
