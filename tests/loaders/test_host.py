@@ -27,6 +27,7 @@ from featstore.errors import ArgumentError, BudgetError, ClosedError, Corruption
 from featstore.loaders.host import line
 from featstore.loaders.host.place import fingerprint
 from featstore.loaders.host.slots import SharedSlots, Slots
+from featstore.loaders.modes import Mode
 from featstore.loaders.options import MODES
 
 NODES, WIDTH, RANKS = 3000, 9, 3
@@ -335,6 +336,37 @@ def test_one_rank_alone_does_not_wait_for_ever(path: Path, monkeypatch: pytest.M
         shared_loader(path, 0, "online")
     with pytest.raises(featstore.errors.WaitTimeoutError, match="local rank 0 has not"):
         shared_loader(path, 1, "online")
+    begin = time.monotonic()  # where several hosts open a store, it may come as much later
+    with pytest.raises(featstore.errors.WaitTimeoutError, match="within 1 seconds"):
+        line.line_to("\0nobody", 1)
+    assert 1 < time.monotonic() - begin < 20
+
+
+def test_where_an_iteration_begins_is_told_as_the_loop_counts(
+    path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epoch and step, and how many mini-batches a rank has had before: what hosts compare."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        told: list[Any] = []
+        monkeypatch.setattr(Mode, "begin", lambda _, *at, handed=None: told.append((*at, handed)))
+        with shared_loader(path, rank, "partitions") as loader:
+            steps = sum(1 for _ in loader)
+            begun = iter(loader)
+            assert len(list(islice(begun, 3))) == 3
+            begun.close()
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            for _ in loader:
+                pass
+        return told, steps
+
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        told, steps = found
+        expected = [(0, 0, 0), (1, 0, steps), (1, 3, steps + 3)] if rank == 0 else []
+        assert told == expected
 
 
 def test_the_owner_closes_first(path: Path, start: Any) -> None:

@@ -160,9 +160,10 @@ class Meeting:
         self.socket.close()
 
 
-def line_to(address: str, seconds: float = MEET_SECONDS) -> Line:
-    """A line to the owner at an address, who may come so much later than this rank. Raises WaitTimeoutError,
-    ClosedError, DeviceError."""
+def line_to(address: str, opening_seconds: float = 0.0) -> Line:
+    """A line to the owner at an address, who may come later than this rank, also by what it opens first.
+    Raises WaitTimeoutError, ClosedError, DeviceError."""
+    seconds = MEET_SECONDS + opening_seconds
     end = time.monotonic() + seconds
     while True:
         with protocol.forking:

@@ -71,8 +71,7 @@ class HostMode(OneProcess, Mode):
                 opened.callback(service.close)
             else:
                 # of several hosts it opens their store first, and waits for them all
-                opening = _OPENINGS * (place.timeout_seconds or 0.0)
-                self._line = line_to(place.address, MEET_SECONDS + opening)
+                self._line = line_to(place.address, _OPENINGS * (place.timeout_seconds or 0.0))
                 opened.callback(self._line.close)
                 self._line.say("hello", place.local_rank, rank, alike)
             self._heard("met", seconds=2 * MEET_SECONDS)  # for it to meet the others, and hear who they are
