@@ -35,7 +35,7 @@ from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.said import told
-from featstore.loaders.samplers import rows_first, sampler_over_hosts
+from featstore.loaders.samplers import sampler_over_hosts
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.options import as_memory
 from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
@@ -44,7 +44,7 @@ from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.relations import graph_of
-from featstore.storage.store import OpenStore, StoredGraph, Table
+from featstore.storage.store import OpenStore, StoredGraph
 
 try:
     import torch
@@ -158,14 +158,14 @@ class LinkNeighborLoader:
         shared = options.get("shared") or (place is not None and place.ranks > 1)
         asked = {"num_neighbors": num_neighbors, "seed": seed, "graph": graph, **said}
         alike = {} if place is None and not shared else _alike(self._type, ends, negatives, given, asked)
-        make = _make(partial(made, seed=seed, negatives=negatives, **given), tables, alike)
+        links = LinksOfRanks(alike, partial(made, seed=seed, negatives=negatives, **given), tables)
         self._links, self._edges = ends, of.edges
-        to_read: LinkBatches | LinksOfRanks
+        to_read: LinkBatches | LinksOfRanks = links
         if shared:
-            to_read, self._shares = LinksOfRanks(alike, make), MemoryShares(memory_bytes)
+            self._shares = MemoryShares(memory_bytes)
         else:
             hosts = 1 if place is None else place.hosts
-            self._batches, self._shares = to_read, _ = make(memory_bytes, (0,), hosts)
+            self._batches, self._shares = to_read, _ = links.make(memory_bytes, (0,), hosts)
         with self._shares.told_of_all():
             self.loader = Loader(
                 data, to_read, attach=names, memory=self._shares.rows_bytes, tensors=True, edge_table=edges,
@@ -244,21 +244,6 @@ def _alike(
         found |= {"neg_sampling": told(vars(negatives) | weights)}
     found |= {name: given[name] for name in ("batch_size", "shuffle", "drop_last")}
     return found | {name: told(one) for name, one in asked.items()}
-
-
-def _make(made: Callable[..., Any], tables: Mapping[str, Table], alike: dict[str, Any]) -> Any:
-    """What makes mini-batches within so much memory, for these ranks of so many, and says its shares."""
-
-    def make(within: int, here: Sequence[int], world: int) -> tuple[LinkBatches, MemoryShares]:
-        batches, shares = made(within, (here, world))
-        try:
-            batches.alike = alike
-            return batches, rows_first(batches, tables, shares)
-        except BaseException:
-            batches.close()
-            raise
-
-    return make
 
 
 def _batches_of(

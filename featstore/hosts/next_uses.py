@@ -168,9 +168,8 @@ class NextUses:
             self._filling = self._filled = self._begun = 0  # a buffer, how many ids, and of how many steps
             self._present = self._step = -1  # block, and the step in it, -1 for none
             self._here = self._block(-1)  # as the present block was when it began
-            self._placed = self._places[
-                :0
-            ]  # where the ids of the step begun last are, once they are asked for
+            # of the step begun last, once it is asked for: where its ids are
+            self._placed = self._places[:0]
 
     @property
     def wanted_ahead(self) -> int:

@@ -16,7 +16,7 @@ from featstore.errors import ArgumentError, PeerError, SourceError
 from featstore.hosts.wire import GlooWire
 
 #: A single send or receive may take so many time-outs: hosts that are late are found before.
-_WIRE_PATIENCE = 3
+WIRE_PATIENCE = 3
 _MEETING_PATIENCE = 1.1  # of that, for all that hosts do to meet
 _meeting = 0  # the number of the next one: those before are over
 
@@ -90,7 +90,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     except RuntimeError as error:
         what = f"has the store by which ranks of this run meet, and it does not answer ({first_line(error)})"
         raise PeerError(0, 0, what) from error
-    meeting, patience = c10d.PrefixStore(name, apart), _WIRE_PATIENCE * timeout_seconds
+    meeting, patience = c10d.PrefixStore(name, apart), WIRE_PATIENCE * timeout_seconds
 
     def meet() -> tuple[list[Any], list[torch.Tensor]]:
         limit, parts = timedelta(seconds=patience), []

@@ -95,7 +95,7 @@ class Loader(Shown, LoaderBase):
             self._ranks = making.ranks
             with making.shares.told_of_all():  # where ranks share them, too
                 self._mode = making.mode()
-            self._shares, self._made_whole = making.shares, making.made_whole
+            self._shares = making.shares
             self.mode, self.mode_because, self.costs = making.taken
         except BaseException:
             self._opened.close()
@@ -128,7 +128,7 @@ class Loader(Shown, LoaderBase):
             self._watch.begin(self.report())
         with self._shares.told_of_all():
             for made in spans(self._mode.epoch(), "featstore: wait for a mini-batch"):
-                batch = self._made_whole(made)
+                batch = self._mode.whole(made)
                 del made
                 batch.index = self._next
                 self._next += 1

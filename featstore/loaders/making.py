@@ -14,7 +14,6 @@ from featstore.base.training_nodes import checked_train
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.hosts.split_store import WholeStore
-from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.costs.auto import Taken, auto
@@ -37,7 +36,7 @@ from featstore.loaders.said import samples_of
 from featstore.loaders.samplers import kept_ahead, rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.typed import TypedWhole
-from featstore.loaders.whole import Whole, as_batch
+from featstore.loaders.whole import Whole
 from featstore.sampling.attributes import said_otherwise
 from featstore.sampling.batches import RankedBatches
 from featstore.sampling.seed_list import SeedList
@@ -75,7 +74,6 @@ class Making:
         parts = store, given.get("edge_table"), given.get("attach", ())
         named = given.get("nodes") is not None
         self.whole = TypedWhole(*parts, named=named) if store.edge_types else Whole(*parts)
-        self.made_whole: Callable[[Any], Batch] = self.whole.batch  # by whoever goes through the loader
         held = self.whole.held_bytes + halo_bytes(store, given, batches)
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"
@@ -105,7 +103,6 @@ class Making:
             if given.auto:
                 because = "ranks that share a loader take another mode only where it is asked for"
                 self.taken = auto_is_online(given, because)
-            self.made_whole = as_batch  # by local rank 0
             alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
             per_step = ranks.shares  # as of a loader of its own: of seeds, or of mini-batches around links
             if self._links is None:

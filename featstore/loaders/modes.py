@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_flag
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
+from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.divided import GivenShare
@@ -31,6 +32,7 @@ from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.train import compiled_once
+from featstore.loaders.whole import as_batch
 from featstore.sampling.batches import RankedBatches
 from featstore.storage.store import OpenStore
 
@@ -48,8 +50,8 @@ class Mode:
     _handed = 0
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
-    #: Makes mini-batches whole, before ranks that share the loader have them.
-    whole: Callable[[Any], Any]
+    #: Makes what :meth:`epoch` gives whole.
+    whole: Callable[[Any], Batch] = staticmethod(as_batch)
     #: Tells a BudgetError of a share of the memory as one of all of it.
     told_of_all: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 

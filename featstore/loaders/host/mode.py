@@ -17,6 +17,7 @@ from featstore.base.passed_errors import decode_error
 from featstore.base.process import OneProcess
 from featstore.base.state import position_of
 from featstore.errors import ArgumentError, ClosedError, FeatstoreError, WaitTimeoutError
+from featstore.hosts.places import WIRE_PATIENCE
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.line import MEET_SECONDS, Line, Pulse, line_to, pair
 from featstore.loaders.host.place import Place, fingerprint
@@ -25,7 +26,6 @@ from featstore.loaders.host.slots import SharedSlots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
 
-_OPENINGS = 3  # time-outs that hosts may take to open a store
 _OWNER_GONE = (
     "local rank 0, which reads for the ranks of this host, has died: see why there, and begin all ranks again"
 )
@@ -71,7 +71,7 @@ class HostMode(OneProcess, Mode):
                 opened.callback(service.close)
             else:
                 # of several hosts it opens their store first, and waits for them all
-                self._line = line_to(place.address, _OPENINGS * (place.timeout_seconds or 0.0))
+                self._line = line_to(place.address, WIRE_PATIENCE * (place.timeout_seconds or 0.0))
                 opened.callback(self._line.close)
                 self._line.say("hello", place.local_rank, rank, alike)
             self._heard("met", seconds=2 * MEET_SECONDS)  # for it to meet the others, and hear who they are

@@ -72,6 +72,15 @@ def prefetch_first(m: SlotMap, chain: int, records: int) -> None:
 
 
 @njit(**INLINED)
+def slot_of_row(m: SlotMap, row: int, shift: Any) -> np.int64:
+    """The slot of a row, -1 where it has none; between calls of ``acquire``."""
+    slot = np.int64(m.heads[chain_of(row, shift)])
+    while slot >= 0 and m.slots[slot].row != row:
+        slot = np.int64(m.slots[slot].next)
+    return slot
+
+
+@njit(**INLINED)
 def relink(m: SlotMap, follow: NDArray[np.int32], chain: int, node: int, by: int) -> None:
     """In a chain, let what points to ``node`` point to ``by`` instead."""
     at = np.int64(m.heads[chain])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.tiers.slots import layout
-from featstore.tiers.slots.chains import chain_of
+from featstore.tiers.slots.chains import slot_of_row
 
 PIECE = 1 << 13  # slots that are looked at together
 
@@ -49,9 +49,7 @@ def find_present(m: layout.SlotMap, rows: NDArray[np.int64], slots: NDArray[np.i
     """The slot of each row (int64 [n], not negative), -1 where it is not there."""
     shift = m.counts[layout.SHIFT]
     for i in range(rows.shape[0]):
-        slot = np.int64(m.heads[chain_of(rows[i], shift)])
-        while slot >= 0 and m.slots[slot].row != rows[i]:
-            slot = np.int64(m.slots[slot].next)
+        slot = slot_of_row(m, rows[i], shift)
         slots[i] = slot if slot >= 0 and m.slots[slot].status == layout.PRESENT else -1
 
 

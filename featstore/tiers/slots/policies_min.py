@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.native import INLINED, PART, prefetch
-from featstore.tiers.slots.chains import borrowed, chain_of, prefetch_chain, prefetch_first
+from featstore.tiers.slots.chains import borrowed, chain_of, prefetch_chain, prefetch_first, slot_of_row
 from featstore.tiers.slots.layout import BATCHES_MAX, END, FAR, NEVER, RECORD_BYTES, SHIFT, SLOTS, SlotMap
 
 _FIND_AHEAD = 16  # rows whose chains are prefetched ahead, and half of it their records
@@ -150,9 +150,7 @@ def bring_uses_forward(
             row = ids[i] - first
             if row < 0 or row >= rows:
                 continue
-            slot = np.int64(m.heads[chain_of(row, shift)])
-            while slot >= 0 and m.slots[slot].row != row:
-                slot = np.int64(m.slots[slot].next)
+            slot = slot_of_row(m, row, shift)
             if slot >= 0 and m.slots[slot].stamp > use + step:
                 m.slots[slot].stamp = use + step
 
