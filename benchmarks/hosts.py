@@ -144,9 +144,8 @@ def main(settings: Settings, graph: Path | None, shaped: bool, only_training: bo
                 found[(*key, share)] = one
                 shares = f"{one.share('best'):.3f} {one.share('ahead'):.3f}"
                 note(f"{hosts} hosts, {ranks} ranks, {share}: {shares}")
-        if key in ((2, 1), (2, 2), (4, 1), (8, 1)):
-            short[key] = record(store, splits[hosts], hosts, ranks, batch // ranks, _TRAINED_EPOCHS)
-            best[key] = kept(short[key], store, SHARE)
+        short[key] = record(store, splits[hosts], hosts, ranks, batch // ranks, _TRAINED_EPOCHS)
+        best[key] = kept(short[key], store, SHARE)
     if not only_training:
         _kept_tables(report, found)
     train_all(report, settings, splits, short, best, nodes, batch, shaped)

@@ -121,11 +121,11 @@ def contenders(recorded: list[Recorded], best: Kept, nodes: int, base: int) -> d
 
 def cells(quick: bool) -> list[Cell]:
     """All that is trained: two hosts over every network; more of them, and two ranks a host, over the fastest
-    and the slowest."""
+    and the slowest, and eight or more processes over the slowest alone."""
     names = ("no buffer", "MassiveGNN, no eviction", "MassiveGNN, best of its grid", "looking ahead")
     found = [Cell(2, 1, net, name) for net in NETWORKS for name in names]
-    for hosts, ranks in ((2, 2),) if quick else ((2, 2), (4, 1), (8, 1)):
-        for net in ("loopback", SLOWEST) if hosts < 8 else (SLOWEST,):
+    for hosts, ranks in ((2, 2),) if quick else ((2, 2), (4, 1), (4, 2), (8, 1), (8, 2)):
+        for net in ("loopback", SLOWEST) if hosts * ranks < 8 else (SLOWEST,):
             found += [Cell(hosts, ranks, net, name) for name in names if name != names[1]]
     return found
 

@@ -19,26 +19,22 @@ from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
-from featstore.base.rows import move_rows
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import BudgetError
 from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, Block, NextUses
 from featstore.storage.store import Table
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
-from featstore.tiers.slots.contents import find_present
+from featstore.tiers.slots.contents import are_present
 from featstore.tiers.slots.layout import MIN, NEVER, make_slot_map
 from featstore.tiers.slots.policies_min import (
     bring_uses_forward,
-    choose_soonest,
     count_by_use,
-    exchange,
     list_anew,
-    note_uses,
     shift_uses,
 )
 from featstore.tiers.slots.rows import buffer_bytes, slots_for
-from featstore.tiers.slots.slots import acquire, complete, load_kernels, release
+from featstore.tiers.slots.soonest import keep_soonest, serve_soonest
 from featstore.tiers.static_tier import new_rows
 
 _LOOKING_SHARE = 6  # of the memory, for what is known of mini-batches to come
@@ -109,53 +105,38 @@ class SoonRows:
         self._rows = empty_rows(self.slots, table.row_bytes)
         self._idle = np.zeros(USES_MAX + 1, np.int64)
         none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
-        load_kernels(self._map)
-        find_present(self._map, no_ids, none)
-        shift_uses(self._map, 0)
+        self.holds(no_ids)
+        self.shift(0)
         bring_uses_forward(self._map, no_ids, np.zeros(1, np.int64), 0, 0, 0)
-        list_anew(self._map)
-        count_by_use(self._map, self._idle)
-        note_uses(self._map, none, none, self._idle)
-        choose_soonest(none, self._idle, no_ids)
-        exchange(none, self._idle)
-        move_rows(0, none, 0, none, 0)
+        self.list_anew()
+        self.serve(no_ids, none, 0, none)
+        self.keep(no_ids, none, 0, none)
 
     @property
     def memory_bytes(self) -> int:
         return buffer_bytes(self.slots, self._row_bytes, MIN, USES_MAX)
 
-    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The slot of each row, -1 where it is not here."""
-        slots = np.empty(len(ids), np.int32)
-        find_present(self._map, ids, slots)
-        return slots
+    def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return are_present(self._map, ids)
 
-    def copy(
-        self, slots: NDArray[np.int32], uses: NDArray[np.int32], target: int, places: NDArray[Any]
+    def serve(
+        self, ids: NDArray[np.int64], uses: NDArray[np.int32], target: int, places: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """Copy those that are here to their places at an address; they are wanted next in the steps ``uses``.
+        Returns the positions of the others."""
+        left = np.empty(len(ids), np.int32)
+        rows = address_of(self._rows)
+        count = serve_soonest(self._map, ids, uses, self._idle, rows, self._row_bytes, target, places, left)
+        return left[:count]
+
+    def keep(
+        self, ids: NDArray[np.int64], uses: NDArray[np.int32], source: int, places: NDArray[np.int32]
     ) -> None:
-        """Rows in these slots to these places at an address; they are wanted next in the steps ``uses``."""
-        if len(slots):
-            move_rows(address_of(self._rows), slots, target, places, self._row_bytes)
-            note_uses(self._map, slots, uses, self._idle)
-
-    def put(self, ids: NDArray[np.int64], uses: NDArray[np.int32], source: int, places: NDArray[Any]) -> None:
         """Have rows that lie at these places at an address here, those wanted soonest, in place of rows that
         are wanted later."""
-        slots = self.find(ids)
-        here, left = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)  # some have come meanwhile
-        note_uses(self._map, slots[here], uses[here], self._idle)
-        chosen = np.empty(len(left), np.int64)
-        chosen = left[chosen[: choose_soonest(uses[left], self._idle, chosen)]]
-        if not len(chosen):
-            return
-        slots, missed, waits = (np.empty(len(chosen), np.int32) for _ in range(3))
-        count, _ = acquire(self._map, ids[chosen], slots, missed, waits, uses[chosen])
-        assert count >= 0, f"{len(chosen):,} rows were chosen for {self.slots:,} slots"
-        new = missed[:count]
-        move_rows(source, places[chosen[new]], address_of(self._rows), slots[new], self._row_bytes)
-        complete(self._map, slots[new])
-        release(self._map, slots)
-        exchange(uses[chosen[new]], self._idle)
+        rows = address_of(self._rows)
+        lacking = keep_soonest(self._map, ids, uses, self._idle, source, places, self._row_bytes, rows)
+        assert not lacking, f"{lacking:,} rows more were chosen than there are slots"
 
     def shift(self, shift: int) -> None:
         """Uses count from so many steps later. Then :meth:`bring_forward`, and :meth:`list_anew`."""
@@ -236,27 +217,24 @@ class AheadTier(OverSource):
         missing, places, missed = {}, {}, dict[str, _Missed]()
         for name, wanted in ids.items():
             to = np.arange(len(wanted), dtype=np.int32) if at is None else np.asarray(at[name], np.int32)
-            left = np.arange(len(wanted))
-            if name in self._kept:
-                left, missed[name] = self._serve(self._kept[name], wanted, filled[name], to)
-            if len(left):
-                missing[name], places[name] = wanted[left], to[left]
+            if name not in self._kept:
+                missing[name], places[name] = wanted, to
+                continue
+            one = missed[name] = self._serve(self._kept[name], wanted, filled[name], to)
+            if len(one.ids):
+                missing[name], places[name] = one.ids, one.places
         if not missing:
             return answered(filled)
         below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)
         return chained(below, lambda: self._arrived(missed, filled))
 
-    def _serve(
-        self, kept: _Kept, ids: NDArray[np.int64], out: Any, to: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int64], _Missed]:
-        """Copy what is here out; positions of the others."""
-        target, steps, uses = _address(kept.table, out), self._shift, self._uses.of(ids + kept.first)
+    def _serve(self, kept: _Kept, ids: NDArray[np.int64], out: Any, to: NDArray[np.int32]) -> _Missed:
+        """Copy what is here out; the others."""
+        target, steps, uses = _address(kept.table, out), self._shift, self._uses.of(ids, kept.first)
         with self._lock:
-            slots = kept.rows.find(ids)
-            here, left = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-            kept.rows.copy(slots[here], uses[here], target, to[here])
-            self._hits += len(here)
-        return left, _Missed(ids[left], uses[left], to[left], steps)
+            left = kept.rows.serve(ids, uses, target, to)
+            self._hits += len(ids) - len(left)
+        return _Missed(ids[left], uses[left], to[left], steps)
 
     def _arrived(self, missed: Mapping[str, _Missed], filled: Any) -> Any:
         """Keep some of the rows that have come."""
@@ -266,15 +244,14 @@ class AheadTier(OverSource):
             table, _, rows = self._kept[name]
             with self._lock:
                 shift = self._shift - one.steps
-                rows.put(one.ids, shifted(one.uses, shift), _address(table, filled[name]), one.places)
+                rows.keep(one.ids, shifted(one.uses, shift), _address(table, filled[name]), one.places)
         return filled
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         if table not in self._kept:
             return np.zeros(len(ids), bool)
         with self._lock:
-            found: NDArray[np.bool_] = self._kept[table].rows.find(ids) >= 0
-        return found
+            return self._kept[table].rows.holds(ids)
 
     def hits(self) -> int:
         return self._hits

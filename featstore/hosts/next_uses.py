@@ -103,15 +103,16 @@ def place_ids(ids: NDArray[np.int64], places: NDArray[np.int32]) -> None:
 
 @njit(cache=True, nogil=True)
 def find_uses(
-    wanted: NDArray[np.int64], ids: NDArray[np.int64], uses: NDArray[np.uint8], places: NDArray[np.int32],
-    out: NDArray[np.int32],
+    wanted: NDArray[np.int64], first: int, ids: NDArray[np.int64], uses: NDArray[np.uint8],
+    places: NDArray[np.int32], out: NDArray[np.int32],
 ) -> None:  # fmt: skip
-    """Of each id wanted what stands beside it in ``uses``, NEVER where it is not in ``ids``. ``places``: as
-    of :func:`place_ids`."""
+    """Of each id wanted, which is ``first`` less than among ``ids``, what stands beside it in ``uses``, NEVER
+    where it is not there. ``places``: as of :func:`place_ids`."""
     shift, mask = _shift_of(places), places.shape[0] - 1
     for i in range(wanted.shape[0]):
-        at = chain_of(wanted[i], shift)
-        while places[at] >= 0 and ids[places[at]] != wanted[i]:
+        one = wanted[i] + first
+        at = chain_of(one, shift)
+        while places[at] >= 0 and ids[places[at]] != one:
             at = (at + 1) & mask
         found = np.int64(places[at])
         out[i] = uses[found] if found >= 0 and uses[found] != _NONE else NEVER
@@ -135,8 +136,8 @@ class Block(NamedTuple):
     use: int
 
 
-#: Takes by how much uses have less to count from now on, and what is known then: the present block, and the
-#: next.
+#: Takes by how much uses have less to count from now on, and which blocks are known then, of the present one
+#: and the next, that it has not been told of before.
 OnBlock = Callable[[int, Sequence[Block]], None]
 
 
@@ -157,7 +158,7 @@ class NextUses:
         none = self._block(-1)
         find_next_uses(*none[:2], *none[:2], self._table, self._uses)
         place_ids(none.ids, self._places[:2])
-        find_uses(none.ids, none.ids, self._uses, self._places[:2], np.empty(0, np.int32))
+        find_uses(none.ids, 0, none.ids, self._uses, self._places[:2], np.empty(0, np.int32))
 
     def restart(self) -> None:
         """Forget all steps: the next one that is added is step 0."""
@@ -168,6 +169,7 @@ class NextUses:
             self._filling = self._filled = self._begun = 0  # a buffer, how many ids, and of how many steps
             self._present = self._step = -1  # block, and the step in it, -1 for none
             self._here = self._block(-1)  # as the present block was when it began
+            self._told = -1  # the block that was told of as the next one
             # of the step begun last, once it is asked for: where its ids are
             self._placed = self._places[:0]
 
@@ -228,12 +230,14 @@ class NextUses:
             present, following = self._block(number), self._block(number + 1)
             find_next_uses(*present[:2], *following[:2], self._table, self._uses)
             self._here = present
+            known = (following,) if self._told == number else (present, following)
+            self._told = number + 1 if on_block is not None and number + 1 in self._whole else -1
             if on_block is not None:
-                on_block(shift, (present, following))
+                on_block(shift, known)
 
-    def of(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
-        """When each row (int64 [n]) is wanted after the step begun last: a step of this block or the next, or
-        NEVER, also for rows that this step does not want."""
+    def of(self, ids: NDArray[np.int64], first: int = 0) -> NDArray[np.int32]:
+        """When each row (int64 [n], numbered from ``first`` on) is wanted after the step begun last: a step
+        of this block or the next, or NEVER, also for rows that this step does not want."""
         found = np.empty(len(ids), np.int32)
         with self._lock:
             here, offsets, _ = self._here
@@ -242,7 +246,7 @@ class NextUses:
             if not len(self._placed):
                 self._placed = self._places[: _places_of(len(wanted))]
                 place_ids(wanted, self._placed)
-            find_uses(ids, wanted, self._uses[low:high], self._placed, found)
+            find_uses(ids, first, wanted, self._uses[low:high], self._placed, found)
         return found
 
 

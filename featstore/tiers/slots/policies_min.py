@@ -62,65 +62,12 @@ def count_by_use(m: SlotMap, counts: NDArray[np.int64]) -> None:
             counts[min(use, counts.shape[0] - 1)] += 1
 
 
-@njit(cache=True, nogil=True)
-def choose_soonest(uses: NDArray[np.int32], idle: NDArray[np.int64], chosen: NDArray[np.int64]) -> int:
-    """Of rows that are used next then (int32 [n]), those that come: as many as there are slots that are
-    wanted later than they, ``idle`` as of :func:`count_by_use`. Their positions go to ``chosen``; returns how
-    many."""
-    last = np.int64(idle.shape[0] - 1)
-    coming = np.zeros(last + 1, np.int64)
-    for use in uses:
-        coming[min(np.int64(use), last)] += 1
-    soon, come, leave = np.int64(0), np.int64(0), idle.sum() - idle[0]
-    while soon < last and come + coming[soon] <= leave:
-        come += coming[soon]
-        soon += 1
-        leave -= idle[soon]
-    room = max(np.int64(0), leave - come) if soon < last else np.int64(0)  # for those wanted in that step
-    count = 0
-    for i in range(uses.shape[0]):
-        if uses[i] < soon or (uses[i] == soon and room > 0):
-            room -= uses[i] == soon
-            chosen[count] = i
-            count += 1
-    return count
-
-
-@njit(cache=True, nogil=True)
-def exchange(uses: NDArray[np.int32], idle: NDArray[np.int64]) -> None:
-    """Rows have come that are used next then, in place of as many that were used last: in ``idle``, as of
-    :func:`count_by_use`."""
-    last = np.int64(idle.shape[0] - 1)
-    far = last
-    for _ in range(uses.shape[0]):
-        while idle[far] == 0:
-            far -= 1
-        idle[far] -= 1
-    for use in uses:
-        idle[min(np.int64(use), last)] += 1
-
-
 @njit(**INLINED)
 def min_idle(m: SlotMap, slot: int) -> None:
     if m.counts[END] == 2 * m.counts[SLOTS]:
         _squeeze(m)
     _append(m, m.counts[END], slot)
     m.counts[END] += 1
-
-
-@njit(cache=True, nogil=True)
-def note_uses(
-    m: SlotMap, slots: NDArray[np.int32], uses: NDArray[np.int32], counts: NDArray[np.int64]
-) -> None:
-    """Rows in these slots, which nobody uses now, are used next then. ``counts``: as of
-    :func:`count_by_use`, kept up."""
-    last = np.int64(counts.shape[0] - 1)
-    for i in range(slots.shape[0]):
-        held = m.slots[slots[i]]
-        counts[min(np.int64(held.stamp), last)] -= 1
-        counts[min(np.int64(uses[i]), last)] += 1
-        held.stamp = uses[i]
-        min_idle(m, np.int64(slots[i]))
 
 
 @njit(cache=True, nogil=True)
