@@ -24,7 +24,7 @@ NETWORKS = {
 }  # fmt: skip
 SHARE = 0.25  # of the halo, that is kept
 _TIMES = 3  # that two hosts train over the slowest network, of which the median is told
-_BASE_MIB = {2: 160, 4: 112, 8: 80}  # of a loader's memory, beside what is kept, by hosts
+_BASE_MIB = {2: 160, 4: 112, 8: 112}  # of a loader's memory, beside what is kept, by hosts
 #: Of the loader's stages, what other threads do beside the loop; own rows are looked up, checked and copied.
 _OWN_READS = ("lookup", "check", "copy")
 _STAGES = ("sample", "read", *_OWN_READS, "gather", "assemble", "hand over", "train", "wait", "read wait")

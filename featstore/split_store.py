@@ -43,12 +43,13 @@ class SplitStore(WholeStore, Store):
         self, *, tiers: Sequence[TierSpec] = (), memory: int | str = MEMORY, **options: Any
     ) -> TieredReader:
         """A reader of the rows of all hosts. What it does not find in ``tiers`` it reads from this host's
-        disk,
-        or asks of the host that has it, point to point: no other process has to do anything at the same time.
+        disk, or asks of the host that has it, point to point: no other process has to do anything at the
+        same time.
 
         ``tiers``: what keeps rows in memory, the fastest first (:class:`featstore.Device`,
-        :class:`featstore.Buffer`). ``memory``: of all of this. ``options``: ``tables``, and of the reader of
-        this host's disk ``engine``, ``queue_depth``, ``threads``, ``verify``.
+        :class:`featstore.Buffer`), and last :class:`featstore.Hosts`, where that is not as by default.
+        ``memory``: of all of this. ``options``: ``tables``, and of the reader of this host's disk ``engine``,
+        ``queue_depth``, ``threads``, ``verify``, which a ``Hosts`` that is given has itself.
         """
         from featstore.hosts.tier import Hosts
         from featstore.reader.tiered import TieredReader
@@ -56,7 +57,11 @@ class SplitStore(WholeStore, Store):
         self.check_open()
         check_options(options, ("tables", *READING), "a reader of a split store")
         own = {name: options.pop(name) for name in READING if name in options}
-        return TieredReader(self, [*tiers, Hosts(**own)], memory=memory, **options)
+        if not isinstance(tiers, Sequence) or not tiers or not isinstance(tiers[-1], Hosts):
+            tiers = [*tiers, Hosts(**own)]
+        elif own:
+            raise ArgumentError(f"{next(iter(own))}= is said twice: give it to the Hosts in tiers= alone")
+        return TieredReader(self, tiers, memory=memory, **options)
 
     def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler | HostsSampler:  # type: ignore[override]
         """A neighbour sampler over a graph of all hosts. Where topology is split, too, it asks other hosts
@@ -96,12 +101,14 @@ def open_split(
         memory: budget, of a process, for what knows the owners of nodes (1.03 bytes a node, and where
             topology is whole and rows have an order of their own 4 more while it is opened), for lines to
             other hosts, and for serving them: rows of high degree are kept in what is left, and where
-            topology is split, too, up to half of it has this host's lists. Loaders have their own.
+            topology is split, too, this host's lists take what they need, and up to half of what is left
+            beside that. Loaders have their own.
         timeout_seconds: a host that is not heard of, or does not answer, for so long is given up: PeerError
             on all others, as is a rank of a host whose ranks share a loader. Until all hosts have opened the
             store it is three times as long, as they may come one after the other.
         topology: the directory of the topology, where it is elsewhere.
-        reader: options of the reader that serves, see :class:`featstore.Reader`.
+        reader: of the reader that serves, ``engine``, ``queue_depth``, ``threads``, ``verify`` and ``model``,
+            see :class:`featstore.Reader`.
 
     Raises ArgumentError; SourceError for parts of different splits; PeerError; BudgetError; what
     :class:`featstore.Store` raises.

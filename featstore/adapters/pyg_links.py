@@ -155,11 +155,10 @@ class LinkNeighborLoader:
         place = data.place if isinstance(data, WholeStore) else None
         if place is not None and place.ranks == 1:
             options.pop("shared", None)
-        shared = options.get("shared") or (place is not None and place.ranks > 1)
+        shared = options.get("shared", False) is not False or (place is not None and place.ranks > 1)
         asked = {"num_neighbors": num_neighbors, "seed": seed, "graph": graph, **said}
-        alike = {} if place is None and not shared else _alike(self._type, ends, negatives, given, asked)
+        alike = _alike(self._type, ends, negatives, given, asked)
         links = LinksOfRanks(alike, partial(made, seed=seed, negatives=negatives, **given), tables)
-        self._links, self._edges = ends, of.edges
         to_read: LinkBatches | LinksOfRanks = links
         if shared:
             self._shares = MemoryShares(memory_bytes)
@@ -171,11 +170,12 @@ class LinkNeighborLoader:
                 data, to_read, attach=names, memory=self._shares.rows_bytes, tensors=True, edge_table=edges,
                 **options,
             )  # fmt: skip
+        self._count = of.edges if ends is None else int(np.shape(ends)[1])
 
     @property
     def dataset(self) -> Sequence[int]:
         """The numbers of all links, as of PyG's loaders."""
-        return range(self._edges if self._links is None else np.shape(self._links)[1])
+        return range(self._count)
 
     def __call__(self, index: Any) -> NoReturn:
         raise no_call(index)
@@ -232,7 +232,7 @@ def _alike(
     link_type: EdgeType | None, ends: Any, negatives: Negatives | None, given: Mapping[str, Any],
     asked: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """What all hosts and ranks are to say alike of mini-batches of links, by option."""
+    """What was said of mini-batches of links, by option: by all hosts and ranks alike."""
     found: dict[str, Any] = {"edge_label_index": (link_type, told(ends))}
     found |= {"edge_label": told(given["labels"]), "edge_label_time": told(given["times"])}
     if negatives is not None:

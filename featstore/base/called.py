@@ -31,6 +31,8 @@ def literal(value: Any) -> str:
     if hasattr(value, "dtype") and (sizes := _shape(value)) is not None:
         shape = ", ".join(map(str, sizes))
         return f"<{type(value).__name__} [{shape}]>" if shape else literal(value.item())
+    if hasattr(value, "_fields"):  # a tuple with names, of which nobody wrote each
+        return f"<{type(value).__name__}>"
     if isinstance(value, Mapping | list | tuple) and len(value) > _ITEMS_MAX:
         return f"<{type(value).__name__} of {len(value):,}>"
     if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_callback, as_choice, as_count, as_flag, as_path, shown
+from featstore.arguments import as_callback, as_choice, as_count, as_flag, as_path, as_text, shown
 from featstore.base.progress import watched
 from featstore.compile.budget import LoaderBudget, extent_bytes_max, parse_disk
 from featstore.compile.choose import packed_byte_seconds
@@ -49,7 +49,6 @@ from featstore.storage.generations import current, names, writer_lock
 from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import (
     COMPILED_FEATURE,
-    EPOCHS,
     GATHERED_FEATURE,
     ArrayEntry,
     CompiledEntry,
@@ -86,7 +85,7 @@ def compile_trace(
     resume: bool = False, overwrite: bool = False, dry_run: bool = False,
     progress: bool | Callable[[Progress], None] | None = None, disk_door: Disk | None = None,
     policy: Policy = OURS, model: DeviceModel | None = None, epoch_batches: Sequence[int] | None = None,
-    read_times: int | None = None,
+    read_times: int | None = None, sampled_by: str | None = None,
 ) -> Path | CompileForecast:  # fmt: skip
     """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens
     it); with ``dry_run``, forecast it and write nothing that stays.
@@ -112,6 +111,7 @@ def compile_trace(
             default all of them are one epoch.
         read_times: how often the mini-batches will be gone through: a row is written only where that takes
             less time than reading it from the base table so often. By default writing costs nothing.
+        sampled_by: tells the mini-batches from others, for a loader's ``reuse=True``.
 
     Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError,
     StoreLockedError.
@@ -144,6 +144,7 @@ def compile_trace(
             size_or_nothing(device_memory, "device_memory"), residency, seed, policy.name,
             batches_of_epochs(epoch_batches, len(recorded)),
             None if read_times is None else as_count(read_times, "read_times"),
+            None if sampled_by is None else as_text(sampled_by, "sampled_by"),
         )  # fmt: skip
         return _compile(
             base, recorded, name, options, policy, model, resume=resume, overwrite=overwrite, dry_run=dry_run,
@@ -234,9 +235,8 @@ class _Compiling:
         offsets = self._write_records()
         compiled = {p.table.name: self._pack(p) for p in self._plans}
         self._arrays["offsets"] = write_array(self.catalogue, f"{name}/arrays/offsets", offsets)
-        if len(self.options.epoch_batches) > 1:
-            begins = np.cumsum([0, *self.options.epoch_batches])
-            self._arrays[EPOCHS] = write_array(self.catalogue, f"{name}/arrays/{EPOCHS}", begins)
+        for array, values in self.options.arrays().items():
+            self._arrays[array] = write_array(self.catalogue, f"{name}/arrays/{array}", values)
         foretold, features = msgspec.to_builtins(forecast), [COMPILED_FEATURE]
         if self._gathering is not None:
             foretold |= self._gathering.asked

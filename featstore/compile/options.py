@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_sequence
 from featstore.errors import ArgumentError
+from featstore.storage.manifest import EPOCHS, MADE_OF
 from featstore.units import parse_bytes
 
 
@@ -25,6 +30,16 @@ class CompileOptions:
     policy: str
     epoch_batches: tuple[int, ...]
     read_times: int | None
+    sampled_by: str | None
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What a compiled trace says of the mini-batches that were recorded."""
+        found: dict[str, NDArray[Any]] = {}
+        if len(self.epoch_batches) > 1:
+            found[EPOCHS] = np.cumsum([0, *self.epoch_batches])
+        if self.sampled_by is not None:
+            found[MADE_OF] = np.frombuffer(self.sampled_by.encode(), np.uint8)
+        return found
 
 
 def size_or_nothing(given: int | str, name: str) -> int:

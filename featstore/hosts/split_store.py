@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
-from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreWarning, SourceError
 from featstore.hosts.copies import DiskCopies
 from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
@@ -349,7 +350,17 @@ class WholeStore(OpenStore):
 
     def close(self, because: str = "") -> None:
         """Serve other hosts until they have ended, too, and let all go. ``because``: at once, and tell them
-        why."""
+        why, from local rank 0; on another one that is a warning."""
+        if because and hasattr(self, "place") and not self.place.leads:
+            warnings.warn(
+                f"close({because!r}): local rank 0 has the lines to other hosts, and tells them where it "
+                "closes the store so",
+                FeatstoreWarning,
+                stacklevel=2,
+            )
+        self._end(because)
+
+    def _end(self, because: str) -> None:
         if getattr(self, "_pid", None) == os.getpid():
             try:
                 if self._exchange is not None:
@@ -366,7 +377,7 @@ class WholeStore(OpenStore):
         super().close()
 
     def __exit__(self, *exception: object) -> None:
-        self.close(f"has ended with {type(exception[1]).__name__}" if exception[1] is not None else "")
+        self._end(f"has ended with {type(exception[1]).__name__}" if exception[1] is not None else "")
 
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None:

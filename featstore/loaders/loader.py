@@ -104,6 +104,9 @@ class Loader(Shown, LoaderBase):
         if self._watch is not None and self._watch.line.stage:
             self._watch.line.end(f"mode {self.mode}: prepared")
         self._shared = given.get("shared", False)
+        self._ranks_said: Any = {
+            name: given.said[name] for name in ("rank", "world_size") if name in given.said
+        }
         self._in_order, self._samples = bool(given.get("seeds_in_order")), making.samples
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
@@ -207,7 +210,8 @@ class Loader(Shown, LoaderBase):
 
         Where there are as many ranks as then, the same mini-batches follow. With another number of ranks, or
         of seeds a mini-batch, what is left of the epoch is divided among those that there are now; mode
-        compiled can do that after whole steps of theirs, mode partitions between epochs. Raises ArgumentError
+        compiled can do that after whole steps of theirs, mode partitions between epochs, ranks that share a
+        loader, and hosts, too. Raises ArgumentError
         for a state of something else, and where it cannot be gone on with."""
         self.check_open()
         names = ("ranks", "step", "over", "in_mode")
@@ -237,9 +241,10 @@ class Loader(Shown, LoaderBase):
 
     def validation(self, batches: Sampler | None = None, **options: Unpack[LoaderOptions]) -> Loader:
         """Another loader, of mini-batches to validate with, within this one's ``memory``: it has what
-        ``validation_memory`` set aside, once. Its options are those of any loader but ``memory``; it is
-        closed with this one, at the latest. Raises ArgumentError where nothing was set aside, or it is in
-        use."""
+        ``validation_memory`` set aside, once. Its options are those of any loader but ``memory``. Where ranks
+        share this one, they share one with ``seeds=``, too, unless it says otherwise; of what is not shared
+        each has a part of that memory. It is closed with this one, at the latest. Raises ArgumentError where
+        nothing was set aside, or it is in use."""
         self.check_open()
         if not self._left:
             raise ArgumentError(
@@ -250,10 +255,13 @@ class Loader(Shown, LoaderBase):
             raise ArgumentError("memory= of this loader is the validation_memory= that was set aside")
         options["memory"] = self._left
         if isinstance(self._mode, HostMode):  # whose memory is the host's
-            if batches is None:
+            alone = options.get("world_size") == 1
+            if options.get("seeds") is not None and not alone:
                 options.setdefault("shared", self._shared)
-            if not options.get("shared"):
+            if alone or not options.get("shared"):
                 options["memory"] = self._left // self._mode.ranks
+            elif options.keys().isdisjoint(self._ranks_said):
+                options |= self._ranks_said
         made = Loader(self.store, batches, **options)
         self._opened.callback(made.close)
         self._left = 0

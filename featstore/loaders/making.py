@@ -24,7 +24,7 @@ from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.owned import owned_partitions
-from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, check_steps, compiled_mode
+from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, check_reused, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
@@ -32,7 +32,7 @@ from featstore.loaders.over_hosts import auto_is_online, check_ranks, halo_bytes
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.said import samples_of
+from featstore.loaders.said import recorded_of, samples_of
 from featstore.loaders.samplers import kept_ahead, rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.typed import TypedWhole
@@ -140,7 +140,7 @@ class Making:
         if batches is not None:
             divided = self.ranks.world_size if self.ranks.shares < self.ranks.world_size else 0
             self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last, divided)
-            self._alike = dict(self.share.alike)
+            self._alike = self.share.alike and {**self.share.alike, "mode": given.mode}
         elif self._sampled and given.mode != "partitions":
             self.share = self._sample()
         if given.mode == "auto":
@@ -184,17 +184,20 @@ class Making:
     @cached_property
     def samples(self) -> str:
         """What tells what is sampled here from others."""
-        return samples_of(self.given)
+        return samples_of(self.given, self._links or self._batches)
 
     def _check_compiled(self) -> None:
         """Mini-batches are those of a trace that is compiled."""
         others = [name for name in SAMPLING if name not in ("seeds", "seed")]  # which is of shuffle=, too
         for name in (*others, "nodes", "drop_last", "shared"):
             if self.given.said.get(name, False) is not False:
-                instead = "" if self._alone else "give seeds= and fanouts=, too, or "
-                raise ArgumentError(
-                    f"{name}= is for sampling, and what was compiled is taken as it is: {instead}leave it out"
-                )
+                instead = "" if self._alone else "give seeds= and fanouts=, too"
+                if name != "shared" or not (
+                    isinstance(self.store, WholeStore) and self.store.place.ranks > 1
+                ):
+                    instead += ", or leave it out" if instead else "leave it out"
+                what = "is for sampling, and what was compiled is taken as it is"
+                raise ArgumentError(f"{name}= {what}: {instead}")
 
     def _compiled_before(self) -> bool:
         """There are no mini-batches, and none are needed."""
@@ -317,21 +320,21 @@ class Making:
                 "store that it was compiled for"
             )
         if self._in_order and args.as_flag(own.get("reuse", False), "reuse"):
-            raise ArgumentError(
-                "reuse= takes mini-batches as they were recorded, in whatever order that was: leave out "
-                "seeds_in_order="
-            )
+            why = "reuse= takes mini-batches as they were recorded, in whatever order that was"
+            raise ArgumentError(f"{why}: leave out seeds_in_order=")
         share, steps = self.share, None
         if isinstance(share, RankedBatches) or (share is not None and share.of_links):
             steps = share.epoch_steps() * (len(self._here) if isinstance(share, RankedBatches) else 1)
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
         check_loader_options(CompiledLoader, options)
+        said = recorded_of(self.given, self._links or self._batches, self._here, self._seeds_of_a_step())
         mode = compiled_mode(
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
-            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
+            sampled_by=said, seed=self._seed, loader=options | self.given.reading, progress=self.given.tell,
+            **own,
         )  # fmt: skip
-        self._then = partial(check_steps, mode.loader.compiled, name, steps)
+        self._then = partial(check_reused, mode.loader.compiled, name, steps, said)
         if not isinstance(self.share, GivenShare) or self.share.of_links:  # reuse= may find other ones there
             self._alike["recorded"] = mode.loader.compiled.epochs().tolist()
         try:

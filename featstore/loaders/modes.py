@@ -136,7 +136,7 @@ class Mode:
 def compiled_mode(
     store: OpenStore, batches: Sampler | None, name: str | None, *, reuse: bool = False,
     recorded_epochs: int | None = None, shuffle: bool = False, seed: int = 0, memory: int,
-    loader: dict[str, Any], **options: Any,
+    sampled_by: str | None = None, loader: dict[str, Any], **options: Any,
 ) -> CompiledMode:  # fmt: skip
     """Record and compile mini-batches under ``name``, or take what is there, as
     :class:`~featstore.loaders.options.LoaderOptions` describes. ``batches``: None where it is to be there;
@@ -148,7 +148,8 @@ def compiled_mode(
         _check_shuffled(options.get("residency", "min"))
     if batches is not None and name is not None:
         epochs = epochs or 1
-        compiled_once(store, batches, name, epochs=epochs, reuse=reuse, memory=memory, **options)
+        said = {"sampled_by": sampled_by, "memory": memory, **options}
+        compiled_once(store, batches, name, epochs=epochs, reuse=reuse, **said)
     compiled = CompiledTrace(store, name)
     try:
         found = len(compiled.epochs()) - 1
@@ -172,14 +173,21 @@ def compiled_mode(
         raise
 
 
-def check_steps(compiled: CompiledTrace, name: str | None, steps: int | None) -> None:
-    """Raise ArgumentError where epochs are not of so many mini-batches, where that is known."""
+def check_reused(
+    compiled: CompiledTrace, name: str | None, steps: int | None, sampled_by: str | None
+) -> None:
+    """Raise ArgumentError where epochs are not of so many mini-batches, or of others, where that is known."""
     lengths = np.diff(compiled.epochs())
     if steps is not None and (lengths != steps).any():
         raise ArgumentError(
             f"reuse= finds epochs of {lengths.max():,} mini-batches under the name {name!r}, and those asked "
             f"for have {steps:,}: it is of other seeds, mini-batches or ranks. Give another name=, or leave "
             "out reuse="
+        )
+    if sampled_by and compiled.sampled_by not in ("", sampled_by):
+        raise ArgumentError(
+            f"reuse= finds mini-batches under the name {name!r} that were sampled otherwise: of other seeds "
+            "or links, fanouts, batch_size, graph, options or ranks. Give another name=, or leave out reuse="
         )
 
 

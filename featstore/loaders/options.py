@@ -52,7 +52,8 @@ class LoaderOptions(TypedDict, total=False):
             :mod:`featstore.loaders.host`.
         drop_last: leave out what is left over after whole mini-batches of all ranks. Else the last
             mini-batch may be smaller, and up to ``world_size - 1`` seeds (or mini-batches) of an epoch stand
-            twice, so that every rank has as many steps. :meth:`Loader.report` says how many.
+            twice, so that every rank has as many steps; over hosts as many as make each host's as many as
+            those of the host with most. :meth:`Loader.report` says how many.
         mode: ``"online"``: rows are read as mini-batches come, through a buffer. ``"compiled"``: the
             mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
             ``"rolling"``: fresh ones every epoch, laid out while the epoch before trains. ``"partitions"``

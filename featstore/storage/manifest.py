@@ -204,7 +204,7 @@ class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: dict[str, Any]
 
 
-EPOCHS = "epochs"  # of a compiled trace: the array that says where recorded epochs begin, if several
+EPOCHS, MADE_OF = "epochs", "sampled_by"  # arrays of compiled traces: where epochs begin; of what sampling
 
 
 class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

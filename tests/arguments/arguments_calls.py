@@ -483,6 +483,7 @@ CALLS: dict[str, Call] = {
             "model": OPTIONS_OF_READING["model"],
             "epoch_batches": Rule({**NONSENSE, "too many": [1000], "negative": [-1], "nothing": []}),
             "read_times": count().optional,
+            "sampled_by": Rule({**NONSENSE}),
         },
     ),
     "CompiledTrace": Call(

@@ -290,13 +290,16 @@ def until_told(loader: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_host_without_links_and_hosts_that_say_other_ones(folder: Path, alike: bool) -> None:
+@pytest.mark.parametrize("other", ["", "links", "mode"])
+def test_a_host_without_links_and_hosts_that_say_other_ones(folder: Path, other: str) -> None:
+    alike = not other
     links = np.array([[3], [5]]) if alike else np.arange(2 * 60).reshape(2, 60)
 
     def run(store: Any) -> Any:
-        given = links if store.place.host == 0 or alike else links[::-1]
-        with LinkNeighborLoader(store, [2], given, memory="16MiB") as loader:
+        second = store.place.host == 1
+        given = links[::-1] if other == "links" and second else links
+        mode = "rolling" if other == "mode" and second else "online"
+        with LinkNeighborLoader(store, [2], given, memory="32MiB", mode=mode) as loader:
             return until_told(loader)
 
     with hosts(folder / "one-split", HOSTS) as (stores, _):

@@ -13,7 +13,7 @@ import pytest
 from test_split_topology import each, graph_of, hosts, split
 
 import featstore
-from featstore.errors import BudgetError, FeatstoreError, IdError
+from featstore.errors import ArgumentError, BudgetError, FeatstoreError, FeatstoreWarning, IdError
 from featstore.hosts import messages as ms
 from featstore.hosts import split_store
 from featstore.hosts.copies import DiskCopies
@@ -63,6 +63,34 @@ def test_a_reader_is_of_the_tables_that_were_asked_for(folder: Path, tables: lis
     with hosts(folder / "plain", HOSTS) as (stores, _):
         for error in each(stores, read):
             assert error is None, error
+
+
+def test_hosts_may_be_given_as_the_last_tier(folder: Path) -> None:
+    """As by default, and then options of the disk are said to it alone."""
+    ids = np.arange(NODES)[::-3]
+
+    def read(store: Any) -> None:
+        last = featstore.Hosts(memory="4MiB", queue_depth=16)
+        with store.reader(tables=["x"], tiers=[featstore.Buffer("lru"), last], memory="16MiB") as reader:
+            np.testing.assert_array_equal(reader.read(ids), TABLES["x"][ids])
+        with pytest.raises(ArgumentError, match="queue_depth= is said twice: give it to the Hosts"):
+            store.reader(tables=["x"], tiers=[last], queue_depth=32)
+        with pytest.raises(ArgumentError, match="Hosts must be the last"):
+            store.reader(tables=["x"], tiers=[last, featstore.Buffer("lru")])
+
+    with hosts(folder / "plain", HOSTS) as (stores, _):
+        for error in each(stores, read):
+            assert error is None, error
+
+
+def test_a_reason_that_nobody_would_be_told_is_a_warning(folder: Path) -> None:
+    """Only local rank 0 has lines to the others."""
+    with hosts(folder / "plain", HOSTS) as (stores, _):
+        place = stores[1].place
+        stores[1].place = place._replace(local_rank=1)
+        assert not stores[1].place.leads
+        with pytest.warns(FeatstoreWarning, match="local rank 0 has the lines to other hosts"):
+            stores[1].close("has seen enough")
 
 
 def test_rows_of_others_are_there_when_a_reader_is_closed(folder: Path) -> None:

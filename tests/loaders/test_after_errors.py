@@ -329,7 +329,7 @@ def test_a_state_of_other_mini_batches_is_refused(store: Any, mode: str) -> None
     for other in ({"seed": 1}, {"seeds": seeds}, {"fanouts": (4, 2)}, {"replace": True}):
         with store.loader(**options_of(mode, "other") | other) as loader:
             for one in (state, between):
-                with pytest.raises(ArgumentError, match="the state has a digest of seeds, seed, fanouts"):
+                with pytest.raises(ArgumentError, match="has a digest of seeds or links, seed, fanouts"):
                     loader.load_state_dict(one)
     alike = {"seeds": np.ones(NODES, bool), "seed": 0, "fanouts": [4, 3], "batch_size": 16}
     alike |= {"seeds": np.arange(NODES, dtype=np.int32)}  # however they are given

@@ -638,6 +638,47 @@ def test_a_loader_to_validate_with_is_shared_too(path: Path, start: Any) -> None
         assert one.told() == ("gave", ("HostMode", 30, (32 << 20) // RANKS, 2))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["as the one it is of", "alone"])
+def test_a_loader_to_validate_with_has_its_part_of_what_was_set_aside(
+    path: Path, start: Any, own: bool
+) -> None:
+    """It is of the same ranks, or has what is left for a rank."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online", validation_memory="33MiB") as loader:
+            said: dict[str, Any] = {"world_size": 1} if own else {}
+            with loader.validation(seeds=TRAIN[:90], fanouts=(4,), **said) as other:
+                seen = sum(batch.batch_size for batch in other)
+                return type(other._mode).__name__, other.memory_bytes >> 20, seen, other.world_size
+
+    for one in start(work):
+        assert one.told() == ("gave", ("Mode", 11, 90, 1) if own else ("HostMode", 33, 30, RANKS))
+
+
+def test_what_was_compiled_is_validated_with_by_each_rank(path: Path, start: Any) -> None:
+    """Nobody has asked for it to be shared."""
+    with featstore.open(path) as store:
+        for rank in range(RANKS):
+            given = options_of("compiled", rank=rank, world_size=RANKS)
+            store.loader(**given, name="kept").close()
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online", validation_memory="48MiB") as loader:
+            said: dict[str, Any] = {"rank": rank, "world_size": RANKS, "name": "kept", "reuse": True}
+            with loader.validation(mode="compiled", **said) as other:
+                return other.memory_bytes >> 20, sum(drawn(batch)[-1] for batch in other)
+
+    for one in start(work):
+        assert one.told() == ("gave", (16, len(TRAIN) // RANKS))
+
+
+def test_of_a_rank_alone_the_environment_says_something_else(path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ArgumentError, match="leave shared= out, or rank= and world_size="):
+        shared_loader(path, 0, "online", world_size=1)
+
+
 def test_what_was_compiled_is_not_shared_without_seeds(path: Path) -> None:
     """Which mini-batch is whose would not be known."""
     with featstore.open(path) as store:
@@ -699,6 +740,44 @@ def test_around_links_each_rank_gets_what_it_would_have_alone(path: Path, start:
         assert epochs[1] == expected[rank][0 if mode == "compiled" else 1]  # which is repeated
         assert again == epochs[1]
         assert (its_padded, all_links) == (padded, 131)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"batch_size": 20}, {"seed": 1}, {"num_neighbors": [3]}, {"shuffle": False}, {"links": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_a_state_is_of_the_same_links(path: Path, start: Any, other: Any, shared: bool) -> None:
+    """Else links would be passed over, or come again, without a word."""
+    links = {"edge_label_index": np.arange(262).reshape(2, 131)} if "links" in other else dict(other)
+
+    def work(rank: int, pipe: Any) -> Any:
+        said: dict[str, Any] = {"shared": str(path)} if shared else {"world_size": 1}
+        with around_links(path, rank, mode="online", **said) as loader:
+            for _ in islice(loader, 3):
+                pass
+            state = loader.loader.state_dict()
+        with around_links(path, rank, **said, **links) as loader:
+            try:
+                loader.loader.load_state_dict(state)
+            except ArgumentError as error:
+                return "links" in str(error) and "other mini-batches would follow" in str(error)
+
+    for one in start(work, RANKS if shared else 1):
+        assert one.told() == ("gave", True)
+
+
+@pytest.mark.parametrize("shared", [None, ""])
+def test_what_is_no_name_is_not_taken_for_one(path: Path, shared: Any) -> None:
+    with pytest.raises(ArgumentError, match="shared, unless True or False, "):
+        around_links(path, 0, shared=shared)
+
+
+def test_a_shared_loader_around_links_says_what_it_is(path: Path) -> None:
+    with around_links(path, 0, shared="mine", world_size=1) as loader:
+        assert "loader(<LinksOfRanks>" in repr(loader)
+        assert len(repr(loader)) < 400
 
 
 def test_ranks_give_the_same_links(path: Path, start: Any) -> None:

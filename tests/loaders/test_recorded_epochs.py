@@ -199,6 +199,37 @@ def test_what_is_refused(store: Any) -> None:
         store.loader(recorded_epochs=2, name="two", reuse=True, shuffle=True, residency="fixed", **SAMPLED)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"fanouts": (4, 2)}, {"seeds": TRAIN + 1}, {"replace": True}, {"batch_size": BATCH - 1}],
+    ids=["fanouts", "seeds", "option", "batch_size"],
+)
+def test_what_was_sampled_otherwise_is_not_taken(store: Any, other: dict[str, Any]) -> None:
+    """Though there are as many mini-batches; what another number draws of the same is."""
+    options = SAMPLED | {"name": "told"}
+    with store.loader(**options) as loader:
+        first = drawn(loader)
+    with store.loader(reuse=True, **options | {"seed": 3, "memory": "48MiB"}) as loader:
+        assert drawn(loader) == first
+    with pytest.raises(ArgumentError, match=r"under the name 'told' that were sampled otherwise: .*fanouts"):
+        store.loader(reuse=True, **options | other)
+    with store.loader(mode="compiled", reuse=True, name="told", memory="48MiB") as loader:  # whatever it is
+        assert drawn(loader) == first
+
+
+def test_links_that_are_others_are_not_taken(store: Any) -> None:
+    pyg = pytest.importorskip("featstore.adapters.pyg_links")
+    links = np.arange(200).reshape(2, 100)
+    given: dict[str, Any] = {"mode": "compiled", "name": "links", "memory": "64MiB", "batch_size": 20}
+    with pyg.LinkNeighborLoader(store, [3], links, **given) as loader:
+        first = [batch.input_id.tolist() for batch in loader]
+    with pyg.LinkNeighborLoader(store, [3], links, reuse=True, **given) as loader:
+        assert [batch.input_id.tolist() for batch in loader] == first
+    for fanouts, some in (([2], links), ([3], links[::-1])):
+        with pytest.raises(ArgumentError, match="sampled otherwise: of other seeds or links"):
+            pyg.LinkNeighborLoader(store, fanouts, some, reuse=True, **given)
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_ranks_share_each_epoch(store: Any, shuffle: bool) -> None:
     options = SAMPLED | {"batch_size": 30, "world_size": 2, "recorded_epochs": 2, "name": "ranked"}

@@ -23,7 +23,7 @@ from featstore.errors import FormatError, IncompleteStoreError, StaleError
 from featstore.layout.records import Limits
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
-from featstore.storage.manifest import EPOCHS, GATHERED_FEATURE, MANIFEST_NAME, CompiledEntry
+from featstore.storage.manifest import EPOCHS, GATHERED_FEATURE, MADE_OF, MANIFEST_NAME, CompiledEntry
 from featstore.storage.packs import packs_directory
 from featstore.storage.store import OpenStore, Table, as_store
 
@@ -151,6 +151,12 @@ class CompiledTrace:
             raise FormatError(f"{what} are {found.dtype} {found.shape}, not int64 [epochs + 1]")
         check_offsets(found, 0, len(self), what)
         return found
+
+    @property
+    def sampled_by(self) -> str:
+        """What tells its mini-batches from others; empty where nobody has said."""
+        arrays = self.pack.arrays
+        return bytes(arrays[MADE_OF]).decode(errors="replace") if MADE_OF in arrays else ""
 
     def turn(self, table: str) -> NDArray[np.int32]:
         """int32 [slots], checked: in which slot each slot's first row is after the last mini-batch; -1: in

@@ -67,7 +67,7 @@ def place_of(
     if not 0 <= local < ranks <= world_size:
         raise ArgumentError(
             f"LOCAL_RANK={said[0]} and LOCAL_WORLD_SIZE={said[1]} of the environment do not fit rank {rank} "
-            f"of {world_size}"
+            f"of {world_size}, whose loader is to be shared: leave shared= out, or rank= and world_size="
         )
     if ranks == 1:
         return None
