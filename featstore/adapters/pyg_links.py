@@ -4,6 +4,7 @@ pyg-lib nor torch-sparse. The rows are read by :meth:`featstore.Store.loader`.""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -38,7 +39,7 @@ from featstore.loaders.said import told
 from featstore.loaders.samplers import sampler_over_hosts
 from featstore.loaders.shares import MemoryShares
 from featstore.reader.options import as_memory
-from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
+from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions, plainly
 from featstore.sampling.batches import bytes_in_memory, open_sampler
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
@@ -156,7 +157,7 @@ class LinkNeighborLoader:
         if place is not None and place.ranks == 1:
             options.pop("shared", None)
         shared = options.get("shared", False) is not False or (place is not None and place.ranks > 1)
-        asked = {"num_neighbors": num_neighbors, "seed": seed, "graph": graph, **said}
+        asked = {"num_neighbors": canonical(num_neighbors), "seed": seed, "graph": of.name} | plainly(said)
         alike = _alike(self._type, ends, negatives, given, asked)
         links = LinksOfRanks(alike, partial(made, seed=seed, negatives=negatives, **given), tables)
         to_read: LinkBatches | LinksOfRanks = links
@@ -233,6 +234,9 @@ def _alike(
     asked: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """What was said of mini-batches of links, by option: by all hosts and ranks alike."""
+    if isinstance(ends, list):
+        with suppress(ValueError):  # they are looked at where they are taken
+            ends = np.asarray(ends)
     found: dict[str, Any] = {"edge_label_index": (link_type, told(ends))}
     found |= {"edge_label": told(given["labels"]), "edge_label_time": told(given["times"])}
     if negatives is not None:
@@ -241,7 +245,7 @@ def _alike(
             for n, one in vars(negatives).items()
             if n.endswith("_weight") and one is not None
         }
-        found |= {"neg_sampling": told(vars(negatives) | weights)}
+        found |= {"neg_sampling": told({**vars(negatives), "amount": float(negatives.amount), **weights})}
     found |= {name: given[name] for name in ("batch_size", "shuffle", "drop_last")}
     return found | {name: told(one) for name, one in asked.items()}
 

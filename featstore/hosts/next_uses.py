@@ -136,8 +136,8 @@ class Block(NamedTuple):
     use: int
 
 
-#: Takes by how much uses have less to count from now on, and which blocks are known then, of the present one
-#: and the next, that it has not been told of before.
+#: Takes by how much uses have less to count from now on, and what is known then: the present block, and the
+#: next. The former again, as rows that something above had meanwhile were not asked for.
 OnBlock = Callable[[int, Sequence[Block]], None]
 
 
@@ -169,7 +169,6 @@ class NextUses:
             self._filling = self._filled = self._begun = 0  # a buffer, how many ids, and of how many steps
             self._present = self._step = -1  # block, and the step in it, -1 for none
             self._here = self._block(-1)  # as the present block was when it began
-            self._told = -1  # the block that was told of as the next one
             # of the step begun last, once it is asked for: where its ids are
             self._placed = self._places[:0]
 
@@ -230,10 +229,8 @@ class NextUses:
             present, following = self._block(number), self._block(number + 1)
             find_next_uses(*present[:2], *following[:2], self._table, self._uses)
             self._here = present
-            known = (following,) if self._told == number else (present, following)
-            self._told = number + 1 if on_block is not None and number + 1 in self._whole else -1
             if on_block is not None:
-                on_block(shift, known)
+                on_block(shift, (present, following))
 
     def of(self, ids: NDArray[np.int64], first: int = 0) -> NDArray[np.int32]:
         """When each row (int64 [n], numbered from ``first`` on) is wanted after the step begun last: a step

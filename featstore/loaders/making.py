@@ -140,7 +140,7 @@ class Making:
         if batches is not None:
             divided = self.ranks.world_size if self.ranks.shares < self.ranks.world_size else 0
             self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last, divided)
-            self._alike = self.share.alike and {**self.share.alike, "mode": given.mode}
+            self._alike = dict(self.share.alike, mode=given.mode) if self.share.alike else {}
         elif self._sampled and given.mode != "partitions":
             self.share = self._sample()
         if given.mode == "auto":
@@ -328,13 +328,13 @@ class Making:
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
         check_loader_options(CompiledLoader, options)
-        said = recorded_of(self.given, self._links or self._batches, self._here, self._seeds_of_a_step())
+        known = self._links or self._batches, self._here, self._seeds_of_a_step()
+        by = recorded_of(self.store, self.given, *known)
         mode = compiled_mode(
-            self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
-            sampled_by=said, seed=self._seed, loader=options | self.given.reading, progress=self.given.tell,
-            **own,
+            self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes, sampled_by=by,
+            seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
         )  # fmt: skip
-        self._then = partial(check_reused, mode.loader.compiled, name, steps, said)
+        self._then = partial(check_reused, mode.loader.compiled, name, steps, by)
         if not isinstance(self.share, GivenShare) or self.share.of_links:  # reuse= may find other ones there
             self._alike["recorded"] = mode.loader.compiled.epochs().tolist()
         try:

@@ -105,8 +105,8 @@ class LoaderOptions(TypedDict, total=False):
         name: of the modes compiled and rolling: of what is compiled; each loader needs its own.
         residency: of the modes compiled and rolling: ``"min"`` or ``"fixed"``, see
             :func:`featstore.compile_trace`.
-        reuse: of mode compiled: take what was compiled under this ``name``, if it is there. Without
-            mini-batches and seeds it must be there.
+        reuse: of mode compiled: take what was compiled under this ``name``, if it is there; what was sampled
+            otherwise is refused. Without mini-batches and seeds it must be there, and is taken as it is.
         recorded_epochs: of mode compiled: how many epochs are recorded, 1 by default. Epoch e repeats the
             recorded epoch ``e % recorded_epochs``.
         shuffle: of mode compiled with ``residency="fixed"``: the recorded mini-batches of an epoch come in

@@ -8,36 +8,51 @@ from typing import Any
 
 import numpy as np
 
+from featstore.hosts.split_store import WholeStore
 from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.options import Given
 from featstore.sampling.attributes import said_otherwise
 from featstore.sampling.link_batches import LinkBatches
+from featstore.storage.store import OpenStore
 
 #: What a digest of that is called in states.
 SAMPLED_BY = "a digest of seeds or links, seed, fanouts, graph and options of sampling"
 
 
-def samples_of(given: Given, batches: Any, seed: bool = True) -> str:
+def samples_of(given: Given, batches: Any, others: Mapping[str, Any] | None = None) -> str:
     """Of the seeds, the graph and how it is sampled, but not of how seeds are cut into mini-batches; of
     mini-batches around links all that was said of them, as each is drawn at once. Empty where others were
-    given. ``seed``: of the number that draws are by, too."""
+    given. ``others``: in place of some options."""
     if isinstance(batches, LinkBatches | LinksOfRanks) and batches.alike:
-        text = told({name: one for name, one in batches.alike.items() if seed or name != "seed"})
+        text = told(dict(batches.alike) | dict(others or {}))
     elif given.get("seeds") is None:
         return ""
     else:
-        what = {"seed": given.get("seed", 0)} if seed else {}
-        what |= {name: given.get(name) for name in ("seeds", "fanouts", "graph")}
+        what = {name: given.get(name) for name in ("seeds", "fanouts", "graph")}
+        what = {"seed": given.get("seed", 0)} | what | dict(others or {})
         text = repr(sorted((name, told(one)) for name, one in what.items()) + said_alike(given.said))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def recorded_of(given: Given, batches: Any, ranks: Sequence[int], of_a_step: Mapping[str, Any]) -> str | None:
+def recorded_of(
+    store: OpenStore, given: Given, batches: Any, ranks: Sequence[int], of_a_step: Mapping[str, Any]
+) -> str | None:
     """What tells mini-batches that were recorded from others, drawn by whatever number; None where nobody
     knows. ``ranks``: whose they are. ``of_a_step``: how seeds are cut."""
-    samples = samples_of(given, batches, seed=False)
-    text = f"{samples} {tuple(ranks)} {sorted(of_a_step.items())}"
+    if isinstance(store, WholeStore):  # hosts may have other numbers in each run
+        ranks = [store.place.share(rank) for rank in ranks]
+    samples = samples_of(given, batches, {"seed": None, "seeds": _ids(store, given.get("seeds"))})
+    text = f"{samples} {list(ranks)} {sorted(of_a_step.items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16] if samples else None
+
+
+def _ids(store: OpenStore, seeds: Any) -> Any:
+    """Seeds however they were said: by name, or as a mask."""
+    if isinstance(seeds, tuple) and len(seeds) == 2 and isinstance(seeds[0], str):
+        return seeds[0], _ids(store, seeds[1])
+    seeds = store.arrays[seeds] if isinstance(seeds, str) and seeds in store.arrays else seeds
+    mask = str(getattr(seeds, "dtype", "")).endswith("bool")  # torch's, too
+    return np.flatnonzero(np.asarray(seeds)) if mask else seeds
 
 
 def said_alike(said: Mapping[str, Any]) -> list[tuple[str, str]]:

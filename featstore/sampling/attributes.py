@@ -35,6 +35,11 @@ def said_otherwise(said: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def plainly(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of them, as values and not as members of enumerations."""
+    return {name: getattr(said[name], "value", said[name]) for name in said_otherwise(said)}
+
+
 #: Those of samplers: links and loaders say the times of seeds, samplers when they are asked.
 SAMPLER_OPTIONS = tuple(name for name in SAMPLING_OPTIONS if name != "input_time")
 

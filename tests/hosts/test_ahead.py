@@ -80,9 +80,9 @@ def steps_by_use(blocks: Any) -> dict[int, list[int]]:
 
 @given(seed=st.integers(0, 2**32 - 1), entries=st.sampled_from([700, 9000]))
 def test_at_the_begin_of_a_block_all_steps_that_are_known_are_told(seed: int, entries: int) -> None:
-    """Each once, by its number from there on, with its ids, ascending; and all ids where there is memory."""
+    """Each by its number from there on, with its ids, ascending; and all ids where there is memory."""
     steps = steps_like(np.random.default_rng(seed), 60, 41, 1)
-    uses, begun, to_tell = NextUses(36 * entries), 0, 0
+    uses, begun = NextUses(36 * entries), 0
     told: list[dict[int, list[int]]] = []
     for step in range(len(steps)):
         look_ahead(uses, steps, step)
@@ -91,8 +91,7 @@ def test_at_the_begin_of_a_block_all_steps_that_are_known_are_told(seed: int, en
             begun, ahead = len(told), uses.wanted_ahead
             expected = [sorted(one.tolist()) for one in steps[step : step + ahead]]
             expected += [[]] * (ahead - len(expected))
-            assert list(told[-1]) == list(range(to_tell, ahead))
-            to_tell = ahead // 2
+            assert list(told[-1]) == list(range(ahead))
             for use, ids in told[-1].items():  # of what there is no memory for nothing
                 assert ids == expected[use] or (entries == 700 and {*ids} < {*expected[use]})
     assert begun == -(-len(steps) // (uses.wanted_ahead // 2))

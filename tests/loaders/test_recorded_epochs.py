@@ -213,6 +213,9 @@ def test_what_was_sampled_otherwise_is_not_taken(store: Any, other: dict[str, An
         assert drawn(loader) == first
     with pytest.raises(ArgumentError, match=r"under the name 'told' that were sampled otherwise: .*fanouts"):
         store.loader(reuse=True, **options | other)
+    for same in ({"seeds": "train"}, {"seeds": np.isin(np.arange(NODES), TRAIN)}, {"fanouts": [4, 3]}):
+        with store.loader(reuse=True, **options | same) as loader:
+            assert drawn(loader) == first
     with store.loader(mode="compiled", reuse=True, name="told", memory="48MiB") as loader:  # whatever it is
         assert drawn(loader) == first
 
@@ -223,8 +226,10 @@ def test_links_that_are_others_are_not_taken(store: Any) -> None:
     given: dict[str, Any] = {"mode": "compiled", "name": "links", "memory": "64MiB", "batch_size": 20}
     with pyg.LinkNeighborLoader(store, [3], links, **given) as loader:
         first = [batch.input_id.tolist() for batch in loader]
-    with pyg.LinkNeighborLoader(store, [3], links, reuse=True, **given) as loader:
-        assert [batch.input_id.tolist() for batch in loader] == first
+    plain: dict[str, Any] = {"replace": False, "subgraph_type": "directional", "weight_attr": None}
+    for same, said in ((links, {}), (links.tolist(), plain), (links.astype(np.int32), {"graph": "features"})):
+        with pyg.LinkNeighborLoader(store, [3], same, reuse=True, **given, **said) as loader:
+            assert [batch.input_id.tolist() for batch in loader] == first
     for fanouts, some in (([2], links), ([3], links[::-1])):
         with pytest.raises(ArgumentError, match="sampled otherwise: of other seeds or links"):
             pyg.LinkNeighborLoader(store, fanouts, some, reuse=True, **given)

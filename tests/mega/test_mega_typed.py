@@ -420,7 +420,7 @@ def test_resumed_anywhere_the_rest_is_the_same(store: featstore.Store, way: str)
             assert rest
     with (
         store.loader(**given | {"seeds": ("author", None)}) as other,
-        pytest.raises(ArgumentError, match="the state has a digest of seeds, seed, fanouts"),
+        pytest.raises(ArgumentError, match="the state has a digest of seeds or links, seed, fanouts"),
     ):
         other.load_state_dict(state)
 
