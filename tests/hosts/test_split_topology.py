@@ -40,6 +40,7 @@ from featstore.sampling.picking import empty_picks
 
 NODES = 300
 SECONDS = 20.0
+WAIT_SECONDS = 200.0  # for what may have to compile kernels first, beside others that do
 _here = threading.local()  # which host a thread is
 
 
@@ -96,7 +97,9 @@ def hosts(
             return featstore.open_split(parts, memory=memory, timeout_seconds=timeout)
 
         with ThreadPoolExecutor(count) as pool:
-            stores = [one.result(SECONDS) for one in [pool.submit(opened, host) for host in range(count)]]
+            stores = [
+                one.result(WAIT_SECONDS) for one in [pool.submit(opened, host) for host in range(count)]
+            ]
             try:
                 yield stores, wires
             finally:
@@ -114,7 +117,7 @@ def each(stores: list[Any], do: Callable[[Any], Any]) -> list[Any]:
             return error
 
     with ThreadPoolExecutor(len(stores)) as pool:
-        return [one.result(SECONDS) for one in [pool.submit(tried, store) for store in stores]]
+        return [one.result(WAIT_SECONDS) for one in [pool.submit(tried, store) for store in stores]]
 
 
 def same(one: Any, two: Any) -> None:
