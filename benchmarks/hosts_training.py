@@ -252,7 +252,7 @@ def _claims(report: Report, found: dict[Cell, Trained]) -> None:
         text = f"{there}, looking ahead: time of an epoch, over its slowest stage ({one.binds})"
         report.claims.append(Claim(text, one.over_slowest, 1.15, "<="))
         binds = max(one.bounds, key=lambda name: one.bounds[name])
-        text = f"the same, the cores that all hosts share being one of them ({binds})"
+        text = f"{there}, looking ahead: the same, the cores that all hosts share being a stage ({binds})"
         report.claims.append(Claim(text, one.seconds / one.bounds[binds], 1.15, "<="))
     report.notes.append(
         "Losses of all contenders, over all networks, are the same to the last bit in every step, on as many "
