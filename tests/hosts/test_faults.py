@@ -31,7 +31,7 @@ from featstore.errors import PeerError
 from featstore.hosts.places import HostPlace, open_wire
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
-TIMEOUT_SECONDS, GRACE_SECONDS = 3, 4  # the grace is of a machine that has a few things to do
+TIMEOUT_SECONDS, GRACE_SECONDS = 3, 8  # the grace is of a machine that has other things to do
 START_SECONDS = 40.0
 KINDS = ["SIGKILL", "SIGSTOP", "cut"]
 
