@@ -217,12 +217,11 @@ class AheadTier(OverSource):
         missing, places, missed = {}, {}, dict[str, _Missed]()
         for name, wanted in ids.items():
             to = np.arange(len(wanted), dtype=np.int32) if at is None else np.asarray(at[name], np.int32)
-            if name not in self._kept:
+            if name in self._kept:
+                one = missed[name] = self._serve(self._kept[name], wanted, filled[name], to)
+                wanted, to = one.ids, one.places
+            if len(wanted):
                 missing[name], places[name] = wanted, to
-                continue
-            one = missed[name] = self._serve(self._kept[name], wanted, filled[name], to)
-            if len(one.ids):
-                missing[name], places[name] = one.ids, one.places
         if not missing:
             return answered(filled)
         below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)

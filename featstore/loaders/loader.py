@@ -210,9 +210,9 @@ class Loader(Shown, LoaderBase):
 
         Where there are as many ranks as then, the same mini-batches follow. With another number of ranks, or
         of seeds a mini-batch, what is left of the epoch is divided among those that there are now; mode
-        compiled can do that after whole steps of theirs, mode partitions between epochs, ranks that share a
-        loader, and hosts, too. Raises ArgumentError
-        for a state of something else, and where it cannot be gone on with."""
+        compiled can do that after whole steps of theirs, and mode partitions, ranks that share a loader, and
+        hosts between epochs. Raises ArgumentError for a state of something else, and where it cannot be gone
+        on with."""
         self.check_open()
         names = ("ranks", "step", "over", "in_mode")
         epoch, after, at = position_of(state, self._identity, names)

@@ -191,13 +191,11 @@ class Making:
         others = [name for name in SAMPLING if name not in ("seeds", "seed")]  # which is of shuffle=, too
         for name in (*others, "nodes", "drop_last", "shared"):
             if self.given.said.get(name, False) is not False:
-                instead = "" if self._alone else "give seeds= and fanouts=, too"
-                if name != "shared" or not (
-                    isinstance(self.store, WholeStore) and self.store.place.ranks > 1
-                ):
-                    instead += ", or leave it out" if instead else "leave it out"
+                ways = [] if self._alone else ["give seeds= and fanouts=, too"]
+                beside = isinstance(self.store, WholeStore) and self.store.place.ranks > 1
+                ways += [] if name == "shared" and beside else ["leave it out"]
                 what = "is for sampling, and what was compiled is taken as it is"
-                raise ArgumentError(f"{name}= {what}: {instead}")
+                raise ArgumentError(f"{name}= {what}: {', or '.join(ways)}")
 
     def _compiled_before(self) -> bool:
         """There are no mini-batches, and none are needed."""
