@@ -28,7 +28,7 @@ from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, check_reu
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
-from featstore.loaders.over_hosts import auto_is_online, check_ranks, halo_bytes, tell_uneven
+from featstore.loaders.over_hosts import auto_is_online, check_ranks, check_rows, halo_bytes, tell_uneven
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
@@ -65,6 +65,7 @@ class Making:
         self.taken = Taken(given.mode, "asked for", None)
         self._sampled = given.get("seeds") is not None
         self.ranks = Ranks.of(given.get("rank"), given.get("world_size"), batches)
+        check_rows(store)
         if isinstance(store, WholeStore):
             check_ranks(store, given, self.ranks, batches)
             if given.auto:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from featstore import arguments as args
 from featstore.base.warning import warn
-from featstore.errors import ArgumentError
+from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.costs.auto import Taken
 from featstore.loaders.online.lookahead import check_known_ahead
@@ -32,6 +32,16 @@ def auto_is_online(given: Given, because: str) -> Taken:
             f"mode='auto' is online here, as {because}"
         )
     return Taken("online", because, None)
+
+
+def check_rows(store: OpenStore) -> None:
+    """Raise SourceError for the topology of a split by itself, whose rows are not those of the features."""
+    family = store.manifest.family
+    if family is not None and family.host is None and not isinstance(store, WholeStore):
+        raise SourceError(
+            f"{store.path} is the topology of a store that is split by hosts: its rows say who owns a node. "
+            f"Open the split: featstore.open_split({str(store.path.parent)!r})"
+        )
 
 
 def check_ranks(store: WholeStore, given: Given, ranks: Ranks, batches: Any) -> None:

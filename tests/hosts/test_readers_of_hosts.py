@@ -13,7 +13,14 @@ import pytest
 from test_split_topology import each, graph_of, hosts, split
 
 import featstore
-from featstore.errors import ArgumentError, BudgetError, FeatstoreError, FeatstoreWarning, IdError
+from featstore.errors import (
+    ArgumentError,
+    BudgetError,
+    FeatstoreError,
+    FeatstoreWarning,
+    IdError,
+    SourceError,
+)
 from featstore.hosts import messages as ms
 from featstore.hosts import split_store
 from featstore.hosts.copies import DiskCopies
@@ -81,6 +88,14 @@ def test_hosts_may_be_given_as_the_last_tier(folder: Path) -> None:
     with hosts(folder / "plain", HOSTS) as (stores, _):
         for error in each(stores, read):
             assert error is None, error
+
+
+def test_the_topology_alone_has_no_rows_to_train_on(folder: Path) -> None:
+    with (
+        featstore.open(folder / "plain/topology") as store,
+        pytest.raises(SourceError, match=r"its rows say who owns a node. Open the split: .*open_split\("),
+    ):
+        store.loader(seeds=np.arange(9), fanouts=(2,), memory="16MiB")
 
 
 def test_a_reason_that_nobody_would_be_told_is_a_warning(folder: Path) -> None:
