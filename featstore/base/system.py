@@ -11,12 +11,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from featstore.errors import DeviceError, DiskFullError, FeatstoreError
 
 Result = TypeVar("Result")
 
+_FILES_AT_ONCE = 64  # fewer than that there is room for, mostly
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -88,6 +90,19 @@ def is_regular(path: Path) -> bool:
     """Whether there is a regular file at a path. Raises DeviceError where the device cannot tell."""
     status = status_of(path)
     return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def room_for_files(count: int) -> None:
+    """So many more files will be opened soon: the limit of open files that goes for now (``ulimit -n``, often
+    1024) is raised within the one that goes for good."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or count < _FILES_AT_ONCE:
+        return
+    wanted = len(os.listdir("/proc/self/fd")) + 2 * count + _FILES_AT_ONCE
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if most > soft:
+        with suppress(OSError, ValueError):  # then it is as it was, and opening says what is lacking
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def started(thread: threading.Thread) -> threading.Thread:

@@ -331,12 +331,36 @@ def _end_closer() -> None:
         _closer.end()
 
 
+class _Pool(ThreadPoolExecutor):
+    """A pool that goes on with the threads that it has where there can be no more of them. The standard
+    library's has queued the work by then, and raises all the same: it would be done by the next thread that
+    is free, of which whoever was refused knows nothing."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(threads, thread_name_prefix=name)
+        # counts its idle threads: each of them gives one back
+        self._idle_semaphore = Permits(0)  # type: ignore[assignment]
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError:
+            if not self._threads:
+                self._take_back()
+                raise
+
+    def _take_back(self) -> None:
+        """What was queued last is not done."""
+        waiting = [self._work_queue.get_nowait() for _ in range(self._work_queue.qsize())]
+        for work in waiting[:-1]:
+            self._work_queue.put(work)
+
+
 def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool that an interrupted ``submit`` leaves usable; its threads' names begin with ``name``."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    # counts its idle threads: each of them gives one back
-    pool._idle_semaphore = Permits(0)  # type: ignore[assignment]
-    return pool
+    """A pool that an interrupted ``submit`` leaves usable; its threads' names begin with ``name``. Where the
+    system has no room for as many it has fewer; where for none, ``submit`` raises RuntimeError, and nothing
+    is done."""
+    return _Pool(threads, name)
 
 
 def shut_down(pool: ThreadPoolExecutor) -> None:

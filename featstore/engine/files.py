@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.files import direct_refusal, open_regular
-from featstore.base.system import asking
+from featstore.base.system import asking, room_for_files
 from featstore.errors import ArgumentError, CorruptionError
 from featstore.layout import TableLayout
 
@@ -70,6 +70,7 @@ class TableFiles:
             raise
 
     def _open(self) -> None:
+        room_for_files(len(self.paths))
         flags = os.O_DIRECT if self.access == "direct" else 0
         for k, path in enumerate(self.paths):
             descriptor = open_regular(path, self.layout.chunk_bytes, flags)

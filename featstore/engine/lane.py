@@ -105,9 +105,11 @@ class Lane:
         f = self.fields
         code = int(f[ERROR])
         if code == 0:
-            if f[CANCEL] and f[DONE] < f[EXTENTS]:
+            if f[DONE] == f[EXTENTS]:
+                return None
+            if f[CANCEL]:
                 return CancelledError("the request was cancelled; submit it again where its rows are wanted")
-            return None
+            return RuntimeError(f"a read ended with {f[DONE]:,} of {f[EXTENTS]:,} extents: please report it")
         file, page = divmod(int(f[ERROR_PAGE]), self.files.layout.pages_per_chunk)
         path, offset = self.files.paths[file], page * PAGE_BYTES
         if code == ERROR_CORRUPT:

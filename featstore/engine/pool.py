@@ -304,7 +304,7 @@ class PoolEngine(Engine):
         for started in range(workers):
             try:
                 self._pool.submit(self._run, lane, left)
-            except RuntimeError as error:  # no more threads: those there are do the work
+            except RuntimeError as error:  # there is no thread at all, or the pool has been shut down since
                 with self._lock:
                     left[0] -= workers - started
                     nobody = left[0] == 0

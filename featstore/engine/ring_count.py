@@ -8,7 +8,9 @@ has stood for a while.
 
 from __future__ import annotations
 
+from featstore.base.warning import warn
 from featstore.engine.lane import Lane
+from featstore.errors import FeatstoreWarning
 
 WINDOW_NS = 5_000_000  # of reading, over which a load is measured
 BUSY, SPARE = 0.85, 0.4  # load from which one more ring works, and below which one fewer
@@ -45,3 +47,16 @@ class RingCount:
         if self._steady_ns >= 2 * PATIENCE_MAX_NS:
             self._patience_ns = 0
         return 0
+
+
+def told_of_fewer(rings: int, error: OSError) -> FeatstoreWarning | None:
+    """Warn that no further ring can be opened. Where warnings are errors, returns it: a thread that reads has
+    nobody to raise it to."""
+    try:
+        warn(
+            f"reading goes on with {rings} ring{'s' * (rings > 1)} of io_uring: a further one cannot be "
+            f"opened ({error.strerror or error}); threads={rings} asks for no more"
+        )
+    except FeatstoreWarning as told:
+        return told
+    return None

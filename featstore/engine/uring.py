@@ -28,7 +28,6 @@ import errno
 import os
 import threading
 import time
-import warnings
 from typing import ClassVar
 
 import numpy as np
@@ -44,7 +43,7 @@ from featstore.engine.base import Engine, new_counters
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.engine.liburing import library
-from featstore.engine.ring_count import WINDOW_NS, RingCount, worth_rings
+from featstore.engine.ring_count import WINDOW_NS, RingCount, told_of_fewer, worth_rings
 from featstore.engine.ring_loop import (
     AT_ONCE,
     CLAIM_END,
@@ -161,6 +160,7 @@ class UringEngine(Engine):
         self._count = RingCount()
         self._closing = False
         self._failure: OSError | None = None
+        self._told: FeatstoreWarning | None = None
         self._opened = Wake()
         try:
             with self._lock:
@@ -179,6 +179,9 @@ class UringEngine(Engine):
         with self._lock:
             if self._closing:
                 raise ClosedError("the engine is closed")
+            told, self._told = self._told, None
+            if told is not None:
+                raise told
             self._queue.append(_Shared(lane, min(max(1, self._working), worth_rings(lane))))
             self._tell()
 
@@ -232,12 +235,7 @@ class UringEngine(Engine):
 
     def _do_without(self, ring: _Ring, error: OSError) -> None:
         self.threads = ring.number
-        warnings.warn(
-            f"reading goes on with {ring.number} ring{'s' * (ring.number > 1)} of io_uring: a further one "
-            f"cannot be opened ({error.strerror or error}); threads={ring.number} asks for no more",
-            FeatstoreWarning,
-            stacklevel=2,
-        )
+        self._told = told_of_fewer(ring.number, error)  # an error of who starts the next lane
 
     def _weigh(self, ring: _Ring) -> None:
         """Look at the load of the last ring that works."""

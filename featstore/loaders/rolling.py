@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from featstore.arguments import as_batches, as_mapping, check_options, options_o
 from featstore.base.environment import MEMORY
 from featstore.base.state import position_of, state_of
 from featstore.base.system import submitted
-from featstore.base.threads import Runner
+from featstore.base.threads import Runner, thread_pool
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
 from featstore.errors import ArgumentError, BudgetError, ClosedError
@@ -108,7 +108,7 @@ class RollingLoader(LoaderBase):
         except BaseException:
             self._lock.release(remove=True)
             raise
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling")
+        self._worker = thread_pool(1, "featstore-rolling")
         self._traces: dict[int, Future[Trace]] = {}  # recorded, or being so, and not compiled yet
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
@@ -137,7 +137,7 @@ class RollingLoader(LoaderBase):
         try:
             trace = self._recorded(number).result()
         finally:
-            self._traces.pop(number)
+            self._traces.pop(number, None)  # none, where it could not begin
         with trace:
             self._unless_closed()
             begin, name, door = time.perf_counter(), self._pack(number), Disk()

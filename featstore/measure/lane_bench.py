@@ -129,7 +129,12 @@ class LaneBench:
         lane = Lane(files, page, pages, first, keys, bits, self._out, lambda _: done.set())
         cpu, begin = time.process_time(), time.perf_counter()
         self._engine.start(lane)
-        done.wait()
+        try:
+            done.wait()
+        except BaseException:  # an interrupt: the files are closed next, which threads read
+            lane.cancel()
+            done.wait()
+            raise
         elapsed = time.perf_counter() - begin
         self.cpu_seconds = time.process_time() - cpu
         error = lane.error()

@@ -15,7 +15,6 @@ on the block size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.native import prefetch
 from featstore.base.system import available_cores
+from featstore.base.threads import thread_pool
 from featstore.errors import SourceError
 
 BLOCK_EDGES = 1 << 20
@@ -171,7 +171,7 @@ def degree_counts(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> NDArra
     checked_indptr(graph)
     counts = np.zeros(node_count(graph), np.uint32)
     shares = _shares(counts.size, available_cores())
-    with ThreadPoolExecutor(len(shares), "featstore-degrees") as pool:  # each counts nodes of its own
+    with thread_pool(len(shares), "featstore-degrees") as pool:  # each counts nodes of its own
         for first, block in edge_blocks(graph, block_edges):
             bad = list(pool.map(lambda share, of=block: count_block(of, counts, *share), shares))
             if bad[0] >= 0:
@@ -201,6 +201,6 @@ def edge_cut(graph: GraphLike, part: NDArray[np.int32], *, block_edges: int = BL
         return cut
 
     shares = _shares(edge_count(graph), available_cores())
-    with ThreadPoolExecutor(len(shares), "featstore-cut") as pool:
+    with thread_pool(len(shares), "featstore-cut") as pool:
         found = [pool.submit(cut_between, *share) for share in shares]
     return sum(one.result() for one in found) / max(edge_count(graph), 1)

@@ -7,7 +7,7 @@ A plan says how many buckets there are and how much of each is gathered before i
 from __future__ import annotations
 
 import queue
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from featstore.base.compilation import njit
 from featstore.base.files import RegularFile
 from featstore.base.native import address_of, memcpy
 from featstore.base.system import submitted
+from featstore.base.threads import thread_pool
 from featstore.errors import BudgetError, SourceError
 from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, save_progress, source_blocks
 from featstore.storage.disk import File
@@ -162,7 +163,7 @@ class _SpillFiles:
             job.disk.truncate(file, int(self.offset[bucket]))
             self._files.append(file)
         self._keep_partial_rows()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="featstore-spill")
+        self._pool = thread_pool(2, "featstore-spill")
         self._pending: list[Future[None]] = []
 
     def _keep_partial_rows(self) -> None:
@@ -233,8 +234,8 @@ def spill_pass(job: PermuteJob, plan: SpillPlan) -> None:
                     plan.rows_per_bucket, skip, files.fill, files.addresses, plan.flush_bytes,
                 )  # fmt: skip
                 bucket = int(row_of_source[first + at - 1]) // plan.rows_per_bucket
-                if files.fill[bucket] >= plan.flush_bytes:
-                    files.flush(bucket, plan.flush_bytes)
+                if files.fill[bucket] >= plan.flush_bytes:  # by more than that, where a row is longer
+                    files.flush(bucket, int(files.fill[bucket]) // PAGE_BYTES * PAGE_BYTES)
             job.stages.add(rows.nbytes)
             since += rows.nbytes
             if since >= CHECKPOINT_BYTES:

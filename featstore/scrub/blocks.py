@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.checksum import crc_pages
 from featstore.base.files import RegularFile
 from featstore.base.system import submitted
+from featstore.base.threads import thread_pool
 from featstore.engine.files import Access
 from featstore.errors import CorruptionError, DeviceError
 from featstore.scrub.report import Findings, Progress
@@ -45,7 +45,7 @@ class Blocks:
         self._findings = findings
         self._entries = entries
         self._progress = progress
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="featstore-verify")
+        self._pool = thread_pool(1, "featstore-verify")
         self._buffers = [aligned_buffer(margin + BLOCK_BYTES) for _ in range(2)]
 
     def __enter__(self) -> Blocks:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.base.dtypes import dtype_name, zarr_storage
 from featstore.base.files import RegularFile
 from featstore.base.native import address_of
-from featstore.base.system import status_of, submitted
+from featstore.base.system import room_for_files, status_of, submitted
+from featstore.base.threads import thread_pool
 from featstore.errors import ArgumentError, CorruptionError
 from featstore.layout import TableLayout
 from featstore.storage.disk import Disk, File
@@ -210,9 +211,10 @@ class TableWriter:
         self._layout = layout
         self._chunk_path = chunk_path
         self._files: dict[int, File] = {}
+        room_for_files(layout.chunks)
         self._allocated: set[int] = set()  # chunks whose files have their place on the disk
         self._checksums = disk.create(checksum_path, keep=True)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="featstore-write")
+        self._pool = thread_pool(threads, "featstore-write")
         self._pending: deque[Future[None]] = deque()
 
     def write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:

@@ -195,18 +195,36 @@ def test_a_further_ring_that_cannot_be_is_told(
 
     monkeypatch.setattr(made._library, "open_ring", refuse)
     Load(monkeypatch, 1.0)
-    told = []
-    monkeypatch.setattr(uring.warnings, "warn", lambda text, kind, **_: told.append((text, kind)))
+    told: list[str] = []
+    monkeypatch.setattr(ring_count, "warn", told.append)
     bench = Bench(tmp_path / "table", 4000, 400, "direct")
     read_some(bench, made, 12)
-    ((text, kind),) = told
-    assert kind is FeatstoreWarning
-    assert text == (
+    assert told == [
         "reading goes on with 1 ring of io_uring: a further one cannot be opened (Cannot allocate memory); "
         "threads=1 asks for no more"
-    )
+    ]
     assert (made.threads, made._working) == (1, 1)
     assert (made._rings[0].depth, len(made._rings[0].arena)) == (64, 2**20)
+
+
+def test_where_warnings_are_errors_reading_goes_on(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning is raised once, to who asks next for something, and all else is read."""
+
+    def refuse(_: int) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(made._library, "open_ring", refuse)
+    Load(monkeypatch, 1.0)
+    bench = Bench(tmp_path / "table", 4000, 400, "direct")
+    raised = 0
+    for _ in range(20):
+        try:
+            read_some(bench, made, 2)
+        except FeatstoreWarning:  # which the tests have as errors
+            raised += 1
+    assert (raised, made.threads) == (1, 1)
 
 
 def test_the_number_settles_where_cores_come_and_go() -> None:

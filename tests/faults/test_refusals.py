@@ -25,6 +25,7 @@ from refusals import Refusals, refusing
 
 import featstore
 from featstore.engine import ENGINES
+from featstore.engine import lane as L
 from featstore.errors import (
     DeviceError,
     DiskFullError,
@@ -378,6 +379,41 @@ def test_no_more_threads(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(DeviceError, match="start a thread"):
                 store.loader(batches, memory="8MiB", mode="rolling", name="again")
         store.loader(batches, memory="8MiB", mode="rolling", name="again").close()  # the name is free
+
+
+@pytest.mark.parametrize("engine", ["threads", "mmap"])
+def test_with_a_few_threads_all_rows_come(made: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """A limit on threads leaves the reader fewer: those do all the work, and are waited for."""
+    start, left = threading.Thread.start, [1]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(f"featstore-{engine}") and not left:
+            raise RuntimeError("can't start new thread")
+        if thread.name.startswith(f"featstore-{engine}"):
+            left.pop()
+        start(thread)
+
+    real, ended = L.Lane.error, []
+
+    def error(lane: Any) -> Any:
+        ended.append((int(lane.fields[L.DONE]), lane.extents))
+        return real(lane)
+
+    with featstore.open(made / "s") as store:
+        rng, (name, *_) = np.random.default_rng(0), store.tables
+        with store.table(name, memory="64MiB") as table:
+            truth = np.asarray(table)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(L.Lane, "error", error)
+        with store.reader(memory="4MiB", engine=engine, static=None) as reader:
+            for number in range(40):
+                left[:] = [1] * (number % 3)  # now and then there is room for another
+                asked = [rng.integers(0, len(truth), rng.integers(1, 2000)) for _ in range(4)]
+                requests = [reader.submit({name: ids}) for ids in asked]
+                for request, ids in zip(requests, asked, strict=True):
+                    np.testing.assert_array_equal(request.result(30)[name], truth[ids])
+    assert ended
+    assert all(done == extents for done, extents in ended)
 
 
 def test_no_more_memory(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,22 @@ def test_through_the_spill(folder: Any, pack: Any, small_chunks: None, row_bytes
     shutil.rmtree(path)
 
 
+@pytest.mark.parametrize(("row_bytes", "rows"), [(4096, 300), (40_000, 60), (50_001, 60)])
+def test_rows_longer_than_what_a_spill_gathers(
+    tmp_path: Path, pack: Any, monkeypatch: pytest.MonkeyPatch, row_bytes: int, rows: int
+) -> None:
+    """As rows beyond 4 MiB are, or fewer bytes where there are many buckets."""
+    monkeypatch.setattr("featstore.packing.permute.fits_in_memory", lambda job: False)
+    monkeypatch.setattr("featstore.packing.spill_files.FLUSH_BYTES_MAX", 4096)
+    monkeypatch.setattr("featstore.packing.spill_files.FLUSH_BYTES_MIN", 4096)
+    rng = np.random.default_rng(row_bytes)
+    data = rng.integers(0, 256, (rows, row_bytes), np.uint8)
+    for memory in (int(1.4 * data.nbytes) + (1 << 20), "64MiB"):  # several buckets, or one
+        with pack(tmp_path / "store", data, memory=memory, order="permutation",
+                  permutation=rng.permutation(rows), overwrite=True) as store:  # fmt: skip
+            check(store, data, rng)
+
+
 def test_rows_of_forty_kilobytes_in_many_files(tmp_path: Path, pack: Any, small_chunks: None) -> None:
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, (2100, 40_000), np.uint8)

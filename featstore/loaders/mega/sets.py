@@ -14,7 +14,7 @@ inside one budget (:mod:`featstore.loaders.mega.sizes`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count
 from featstore.base.environment import MEMORY
 from featstore.base.system import submitted
-from featstore.base.threads import shut_down
+from featstore.base.threads import shut_down, thread_pool
 from featstore.loaders.mega.largest import LargestDrawn
 from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.options import DrawnWith
@@ -88,7 +88,7 @@ class PartitionSets(LoaderBase):
             engine=engine, queue_depth=queue_depth, verify=verify, threads=threads,
         )  # fmt: skip
         self.sizes = self._loading.sizes
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="featstore-mega")
+        self._pool = thread_pool(1, "featstore-mega")
         self._epoch = 0
         self._only: PartitionSet | None = None
         self._ahead: tuple[tuple[int, int], Future[PartitionSet]] | None = None

@@ -5,7 +5,6 @@ What does not fit is sorted out of core instead (:mod:`featstore.packing.graphs.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +15,7 @@ from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.base.native import prefetch
 from featstore.base.system import submitted
+from featstore.base.threads import thread_pool
 from featstore.errors import SourceError
 from featstore.packing.graphs.csc import NO_IDS, CscGraph, release_pages
 from featstore.packing.graphs.placing import sort_with_ids
@@ -117,7 +117,7 @@ def lists_by_row(
     lists = _in_memory(graph.indices), _in_memory(given)
     moved = NO_IDS if row_of_source is None else row_of_source
     arguments = (graph.indptr, *lists, node_of_row, moved, graph.source_nodes, offsets)
-    with ThreadPoolExecutor(threads, "featstore-topology") as pool:
+    with thread_pool(threads, "featstore-topology") as pool:
         done = [
             submitted(pool, take_lists, *arguments, first, last, out, out_ids)
             for first, last in pairwise(bounds)
