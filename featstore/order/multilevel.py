@@ -74,6 +74,7 @@ from featstore.order.stream import (
     node_count,
 )
 
+NODES_END = 2**31  # for fewer nodes
 CLUSTERS_PER_PART = 8
 COARSEN_PASSES = 4
 TIE_HEAT = 0.5
@@ -207,7 +208,7 @@ def multilevel_partition(
             f"parts must be from 1, seed from 0, both below 2**31, slack from 0, not parts={parts}, "
             f"seed={seed}, slack={slack}"
         )
-    if nodes >= 2**31:
+    if nodes >= NODES_END:
         raise SourceError(
             f"method 'multilevel' is made for fewer than 2**31 nodes, not {nodes:,}; use method 'ldg'"
         )

@@ -23,6 +23,7 @@ from featstore.order.ldg import PASSES, SLACK, ldg_memory_bytes, ldg_partition, 
 from featstore.order.metis import metis_installed, metis_memory_bytes, metis_partition, survey_graph
 from featstore.order.multilevel import (
     CLUSTERS_PER_PART,
+    NODES_END,
     REFINE_EASE,
     REFINE_HEAT,
     REFINE_PASSES,
@@ -252,7 +253,10 @@ def _choose(graph: GraphLike | None, parts: int, permutation: object, memory_byt
         if needed_bytes <= memory_bytes:
             return "metis", f"METIS needs up to {needed} and the memory budget is {budget}"
         why = f"METIS may need {needed}, more than the memory budget of {budget}"
-    least_bytes = _multilevel_needed_bytes(node_count(graph), parts)
+    nodes = node_count(graph)
+    least_bytes = _multilevel_needed_bytes(nodes, parts)
+    if nodes >= NODES_END:
+        return "ldg", f"{why}, and METIS on clusters is made for fewer than 2**31 nodes"
     if least_bytes <= memory_bytes:
         return "multilevel", why
     return "ldg", f"{why}, and METIS on clusters {format_bytes(least_bytes)}"

@@ -152,8 +152,8 @@ def check_rankable(nodes: int) -> None:
     """Raise SourceError for more nodes than keys of count and position, 32 bits each, have room for."""
     if nodes >= 2**32:
         raise SourceError(
-            f"nodes are ranked by degree where there are fewer than 2**32 of them, not {nodes:,}: use "
-            "method 'ldg', and no hubs"
+            f"nodes are ranked by degree where there are fewer than 2**32 of them, not {nodes:,}, and so are "
+            "those of every graph that is packed: pack the rows without a graph"
         )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from featstore.reader.reader import Reader
     from featstore.storage.store import OpenStore
 
+_READER_BYTES = 32 * 2**20  # without the checksums of lists
 COMPARED_METHODS = ("metis", "multilevel", "ldg", "bfs")
 STORED = "as stored"
 
@@ -110,8 +111,10 @@ def compare_orders(
     wanted = len(offsets) - 1 if parts is None else parts
     chosen = None if train is None else _train_mask(store, table, train)
     lists = f"{name}/sources"
+    reading = _READER_BYTES + 4 * store.table(lists).layout.pages  # with the lists' checksums
+    held = own.nbytes + 12 * table.rows + reading  # and where lists begin, and the parts of an order
     found = []
-    with Reader(store, tables=[lists], memory="32MiB", static=None) as reader:
+    with Reader(store, tables=[lists], memory=reading, static=None) as reader:
         dtype = store.table(lists).dtype
         topology: Any = StoredTopology(
             read_offsets(store.graphs[name]), StoredLists(reader, lists, store.graphs[name].edges, dtype)
@@ -124,11 +127,11 @@ def compare_orders(
             try:
                 order = make_order(
                     method, topology, rows=table.rows, row_bytes=table.row_bytes, parts=wanted, seed=seed,
-                    memory_bytes=memory_bytes, train=chosen,
+                    memory_bytes=memory_bytes - held, train=chosen,
                 )  # fmt: skip
             except (BudgetError, SourceError) as error:
                 needed = (
-                    f"needs {format_bytes(error.needed_bytes)}"
+                    f"needs {format_bytes(error.needed_bytes + held)}"
                     if isinstance(error, BudgetError)
                     else str(error)
                 )

@@ -13,7 +13,7 @@ from featstore.base.dtypes import node_dtype
 from featstore.errors import BudgetError, FormatError, SourceError
 from featstore.layout import TableLayout
 from featstore.order import Order, make_order
-from featstore.order.permutation import degree_memory_bytes, degree_order
+from featstore.order.permutation import check_rankable, degree_memory_bytes, degree_order
 from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.graphs.opening import open_graph
 from featstore.packing.inputs import Inputs, node_mask
@@ -155,11 +155,12 @@ class Orders:
         """Find the table's order, and its rows by descending degree where there is a graph; write both,
         durably."""
         memory = self.options.memory_bytes
-        if graph is not None:
+        if graph is not None:  # what comes next must not find the order made for nothing
+            check_rankable(layout.rows)
             held = graph.held_bytes
-            needed = held + degree_memory_bytes(layout.rows)
-            if self.options.topology:  # what comes next must not find the order made for nothing
-                maps = 2 * node_dtype(layout.rows).itemsize * layout.rows
+            maps = 2 * node_dtype(layout.rows).itemsize * layout.rows
+            needed = held + maps + degree_memory_bytes(layout.rows)
+            if self.options.topology:
                 least = topology_memory_bytes(layout.rows, self.options.hub_rank, permuted=True)
                 needed = max(needed, held + maps + least)
             if needed > memory:

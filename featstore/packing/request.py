@@ -138,6 +138,12 @@ def _check_typed(options: Options, inputs: Inputs) -> None:
 def _refuse_without_effect(options: Options, inputs: Inputs) -> None:
     """Raise ArgumentError for what was asked and would not be done."""
     graphs = inputs.graphs
+    for name in options.permutation:
+        if options.order[name] not in ("auto", "permutation"):
+            raise ArgumentError(
+                f"permutation= is given for table {name!r}, whose order is {options.order[name]!r}: leave "
+                "one of the two out"
+            )
     for name in options.partitions:
         method = options.order[name]
         if method == "auto" and (name in options.permutation or name not in inputs.ordered):

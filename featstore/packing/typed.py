@@ -166,11 +166,12 @@ class TypedOrders(Orders):
         self._stages.begin("order", ", ".join(ends))
         held = sum(graph.held_bytes for graph in graphs.values())
         held += sum(count.nbytes for count in counts.values())
+        for name in ends:
+            check_rankable(layouts[name].rows)
         together = [name for name in ends if self._partitioned(name)]
         orders = self._together(together, layouts, graphs, held)
         for name in ends:
             rows = layouts[name].rows
-            check_rankable(rows)
             needed = held + rows * (8 + 3 * node_dtype(rows).itemsize)
             if needed > self.options.memory_bytes:
                 raise BudgetError(needed, self.options.memory_bytes, f"rank the nodes of table {name!r}")

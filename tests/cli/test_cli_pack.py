@@ -256,6 +256,23 @@ USAGE = [
         "say whose --graph it is: --graph a=...",
     ),
     (["--features", "{rows}", "--graph-key", "e"], "table 'features' has no --graph"),
+    (
+        ["--features", "p={rows}", "--graph", "{edges}", "--graph", "p__to__p={edges}"],
+        "edges.npy does not say between which nodes, and --graph p__to__p=... does",
+    ),
+    (
+        [
+            "--features",
+            "{rows}",
+            "--graph",
+            "{edges}",
+            "--edge-weights",
+            "{labels}",
+            "--edge-weights",
+            "features={labels}",
+        ],
+        "--edge-weights is given once for all, and for one",
+    ),
     (["--features", "{rows}", "--array", "{labels}"], "has no name; write for example --array y=labels.npy"),
     (["--features", "{rows}", "--resume", "--overwrite"], "contradict each other"),
     (["--features", "{rows}", "--colour"], "No such option"),

@@ -441,6 +441,11 @@ def test_options_of_files_reach_the_reader(tmp_path: Path) -> None:
     np.savez(tmp_path / "g.npz", e=np.array([[0, 1], [1, 2]]), f=np.array([[0], [2]]))
     with featstore.pack(tmp_path / "e", FEATURES, graph=tmp_path / "g.npz", graph_key="f") as store:
         assert store.graphs["features"].edges == 1
+    for path in (tmp_path / "x.npz", folder := tmp_path / "shards"):
+        folder.mkdir(exist_ok=True)
+        np.savez(folder / "1.npz", one=FEATURES)
+        with pytest.raises(SourceError, match="offset= is for headless files"):
+            featstore.pack(tmp_path / "f", path, key="one", offset=4)
     for options, message in (
         ({"graph_key": "f"}, "no graph"),
         ({"dtype": "float16", "cast": "float32"}, "both ask for a cast"),

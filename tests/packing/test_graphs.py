@@ -155,13 +155,13 @@ def test_sort_with_ids_is_its_twin(values: list[int], seed: int) -> None:
     assert list(zip(array.tolist(), ids.tolist(), strict=True)) == expected
 
 
-def parse_model(text: bytes, a: int, b: int, tabs: bool = False) -> list[tuple[int, int]]:
+def parse_model(text: bytes, a: int, b: int, parted: bytes = b"") -> list[tuple[int, int]]:
     """Python twin of the text kernel, for well-formed text."""
     pairs = []
     for line in text.split(b"\n"):
         cells = line.replace(b",", b" ").replace(b";", b" ").split()
-        if tabs and line.strip():
-            cells = line.strip(b" \r").split(b"\t")
+        if parted and line.strip():
+            cells = line.strip(b" \r").split(parted)
         if cells and not cells[0].startswith((b"#", b"%")):
             pairs.append((int(cells[a]), int(cells[b])))
     return pairs
@@ -179,10 +179,11 @@ def test_text_kernel_against_python(
 ) -> None:
     text = end.join(between.join(map(str, row)) for row in rows).encode()
     a, b = np.zeros(len(rows) + 1, np.int64), np.zeros(len(rows) + 1, np.int64)
-    for tabs in {False, between == "\t"}:
-        pairs, bad = parse_pairs(np.frombuffer(text, np.uint8), columns[0], columns[1], tabs, a, b)
+    for parted in {b"", between.strip(" ").encode()}:
+        kind = parted[0] if parted else 0
+        pairs, bad = parse_pairs(np.frombuffer(text, np.uint8), columns[0], columns[1], kind, a, b)
         assert bad == -1
-        model = parse_model(text, columns[0], columns[1], tabs)
+        model = parse_model(text, columns[0], columns[1], parted)
         assert list(zip(a[:pairs].tolist(), b[:pairs].tolist())) == model
 
 
@@ -192,6 +193,39 @@ def test_text_between_tabs_is_one_cell(tmp_path: Path) -> None:
     with pytest.warns(FeatstoreWarning, match="name"):
         graph = open_graph(path, nodes=3)
     check(graph, np.array([[1, 2, 0], [2, 0, 1]]), nodes=3)
+
+
+def test_columns_of_text_by_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "cites.csv"
+    path.write_text('year,"Cited",citing\n1999,1,0\n2001,2,1\n')
+    with pytest.raises(SourceError, match="Say graph_key='source,target'"):
+        open_graph(path, nodes=3)
+    check(open_graph(path, nodes=3, key="citing, cited"), np.array([[0, 1], [1, 2]]), nodes=3)
+    for key in ("citing", "citing,cites", "citing,cited,year"):
+        with pytest.raises(SourceError, match=f"no two columns '{key}'; .*year, cited, citing"):
+            open_graph(path, nodes=3, key=key)
+    path.write_text("0,1\n1,2\n")
+    with pytest.raises(SourceError, match="the first line does not"):
+        open_graph(path, nodes=3, key="citing,cited")
+
+
+@pytest.mark.parametrize("between", [",", ";"])
+def test_text_between_commas_of_a_header_is_one_cell(tmp_path: Path, between: str) -> None:
+    other = ",;".replace(between, "")
+    cells = ["label|source|target", f"class 1{other} 7|1 | 2", " 5 6\t7|\t2\t|0", "|0|1", "# 9|9|9"]
+    cells += ["a b|1|0| x y"]
+    path = tmp_path / "edges.csv"
+    path.write_text("\n".join(cells).replace("|", between))
+    with pytest.warns(FeatstoreWarning, match="label"):
+        graph = open_graph(path, nodes=3)
+    check(graph, np.array([[1, 2, 0, 1], [2, 0, 1, 0]]), nodes=3)
+    for wrong in (f"source{between}target\n1 2\n", f"source{between}target\n1{other}2\n"):
+        path.write_text(wrong)
+        with pytest.raises(SourceError, match="line 2"):
+            open_graph(path, nodes=3)
+    path.write_text("name, first;source;target\na;0;1\n")
+    with pytest.raises(SourceError, match="commas and semicolons"):
+        open_graph(path, nodes=3)
 
 
 @pytest.mark.parametrize(
@@ -366,6 +400,8 @@ def test_ogb_folder(tmp_path: Path) -> None:
     (raw / "num-node-list.csv.gz").write_bytes(gzip.compress(b"40\n3\n"))
     with pytest.raises(SourceError, match="holds 2 graphs"):
         open_graph(raw)
+    with pytest.raises(SourceError, match="OGB folder have no key"):
+        open_graph(raw, key="e")
     (raw / "edge.csv.gz").unlink()
     with pytest.raises(SourceError, match=r"no edge\.csv\.gz"):
         open_graph(tmp_path)

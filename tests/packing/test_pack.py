@@ -487,6 +487,15 @@ EDGES = np.random.default_rng(3).integers(0, 50, (2, 400))
         ({"partitions": 4}, "partitions=.*order is 'given'"),
         ({"partitions": 4, "graph": EDGES, "order": "degree"}, "partitions=.*order is 'degree'"),
         ({"partitions": 4, "graph": EDGES, "permutation": np.arange(50)}, "partitions=.*'permutation'"),
+        ({"order": "ldg", "graph": EDGES, "permutation": np.arange(50)}, "permutation=.*order is 'ldg'"),
+        (
+            {
+                "order": {"features": "degree"},
+                "graph": {("features", "to", "features"): EDGES},
+                "permutation": np.arange(50),
+            },
+            "permutation=.*order is 'degree'",
+        ),
         ({"train": np.arange(9)}, "train=.*only order='bfs'"),
         (
             {"train": np.arange(9), "graph": EDGES, "order": "ldg", "partitions": 2},

@@ -66,17 +66,26 @@ class PackRequest:
             elif name not in ("features", "array", "nodes"):
                 check_tables(self.values[name], self.features, flag_of(name))
         self._one_table("graph", "graph_key", "permutation", "node_keys")
+        if self.graphs and None in self.values["graph"]:
+            raise click.UsageError(
+                f"--graph {self.values['graph'][None]} does not say between which nodes, and --graph "
+                f"{self.graphs[0]}=... does: write of both --graph A__RELATION__B=PATH"
+            )
+        for name in _EDGE_VALUES:
+            self._check_once(name)
         for table in self.paths:
             self._check_table(table)
 
     def _check_data_set(self) -> None:
         if self.values["nodes"]:
             raise click.UsageError(f"--nodes is given, and {self.data_set} says how many nodes there are")
-        for name, given in self.values.items():
-            if None in given and len(given) > 1:
-                raise click.UsageError(
-                    f"{flag_of(name)} is given once for all tables, and for one: say for each"
-                )
+        for name in self.values:
+            self._check_once(name)
+
+    def _check_once(self, name: str) -> None:
+        given = self.values[name]
+        if None in given and len(given) > 1:
+            raise click.UsageError(f"{flag_of(name)} is given once for all, and for one: say for each")
 
     def _check_graphs(self, name: str) -> None:
         """A usage error for what is of a graph that is none: a table's, or that of an edge type."""
@@ -188,20 +197,19 @@ class PackRequest:
                     f"there are several tables; say whose {flag_of(name)} it is: {flag_of(name)} {table}=..."
                 )
 
-    def train(self, arrays: dict[str, Any]) -> dict[str, str] | None:
-        for name in self.values["train"].values():
+    def train(self, arrays: dict[str, Any]) -> str | dict[str, str] | None:
+        """``train=``: names of arrays, by table. Those of a data set are known when it is read."""
+        given = self.values["train"]
+        if self.data_set is not None:
+            return given.get(None, given) or None  # type: ignore[arg-type]
+        for name in given.values():
             if name not in arrays:
                 known = ", ".join(arrays) or "none"
                 raise click.BadParameter(
                     f"{name!r} is none of the arrays given with --array ({known})", param_hint="--train"
                 )
-        return self._some("train")
-
-    def _some(self, name: str) -> dict[str, str] | None:
-        if self.data_set is not None:
-            return dict(self.values[name]) or None  # type: ignore[arg-type]
-        found = {table: self._of(name, table) for table in self.paths}
-        found |= {table: text for table, text in self.values[name].items() if table in self.features}
+        found = {table: self._of("train", table) for table in self.paths}
+        found |= {table: text for table, text in given.items() if table in self.features}
         return {table: text for table, text in found.items() if text is not None} or None
 
 

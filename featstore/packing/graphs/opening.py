@@ -83,7 +83,7 @@ def open_graph(
         memory_bytes: bound on what is allocated here, index pointers included; None: as much as it takes.
         scratch_dir: where indices that take more than their share of it go; the caller removes it after the
             pack.
-        key: member of an archive, or ``"source,target"`` columns of a Parquet file.
+        key: member of an archive, or ``"source,target"``: columns of Parquet, Arrow or text.
         edge_ids: keep the number of each edge: its place in the list of edges, in ``indices``, or among the
             values of the matrix that ``spec`` is.
         source_nodes: number of nodes that sources are of, where these are others than the ``nodes``, which
@@ -202,6 +202,8 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
             raise SourceError(
                 f"{path}: no edge.csv.gz in it or in its raw folder; give the file with the edges"
             )
+        if key is not None:
+            raise SourceError(f"{path}: the edges of an OGB folder have no key; leave it out")
         return _open_ogb(folder, nodes, building)
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     suffix = plain.suffix.lower()
@@ -218,14 +220,14 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
         axis = edge_axis(edge_index.shape, str(path))
         sources, targets = np.moveaxis(edge_index, axis, 0)  # views: the file is mapped
         stream = ArrayEdges(sources, targets, str(path))
+    elif suffix in TEXT_SUFFIXES:
+        stream = TextEdges(path, key)
     elif key is not None:
         raise SourceError(
             f"{path}: a {suffix or 'plain'} file holds one list of edges, no {key!r}; leave key out"
         )
     elif suffix == ".npy":
         stream = NpyEdges(path)
-    elif suffix in TEXT_SUFFIXES:
-        stream = TextEdges(path)
     else:
         raise SourceError(
             f"{path}: {suffix or 'no suffix'} is no known kind of graph; give .npz, .npy, .csv, .tsv, "

@@ -4,7 +4,7 @@ Text is parsed by a kernel on the bytes themselves: columns parted by comma, sem
 that begin with ``#`` or ``%`` are comments; columns beyond the two are passed over. Where a tab ends the
 first cell of all (of a ``.tsv``, any), each tab parts two columns, and nothing else does. A first line that
 does not begin with a number is a header, and if it names ``src``/``source``/``from`` and
-``dst``/``target``/``to`` these columns are taken.
+``dst``/``target``/``to`` these columns are taken; the comma or semicolon that parts it parts all lines.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of
 from featstore.packing.graphs.edges import Edges
 from featstore.packing.sources.lines import line_chunks
 
+ANY = 0  # of commas, semicolons, tabs and blanks parts the columns of a line
+_TAB, _COMMA, _SEMICOLON = b"\t,;"
+
 
 @njit(cache=True, nogil=True)
 def parse_pairs(
-    text: NDArray[np.uint8], column_a: int, column_b: int, tabs: bool, a: NDArray[np.int64],
+    text: NDArray[np.uint8], column_a: int, column_b: int, parted: int, a: NDArray[np.int64],
     b: NDArray[np.int64],
 ) -> tuple[int, int]:  # fmt: skip
-    """Integers of two columns of whole lines. ``tabs``: each tab parts two columns, and nothing else does.
-    Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed line."""
+    """Integers of two columns of whole lines, ``parted`` by ANY, or by each byte that is this, and by nothing
+    else. Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed line."""
     pairs, at, size = 0, 0, text.size
-    tab, comma, semicolon, space = 9, 10 if tabs else 44, 10 if tabs else 59, 10 if tabs else 32  # they part
+    tab, comma, semicolon, space = (9, 44, 59, 32) if parted == ANY else (parted, parted, parted, parted)
     while at < size:
-        while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and not tabs)):
+        while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
             at += 1
         if at < size and (text[at] == 35 or text[at] == 37 or text[at] == 10):
             while at < size and text[at] != 10:
@@ -54,7 +57,7 @@ def parse_pairs(
                     at += 1
                 if at == first or at - first > 19 or value < 0:  # beyond int64
                     return pairs, min(first, size - 1)
-                if at < size and text[at] not in (10, 13, 32, tab, comma, semicolon):
+                if at < size and text[at] not in (10, 13, 32, 9, comma, semicolon):
                     return pairs, at
                 if column == column_a:
                     a[pairs] = -value if negative else value
@@ -64,15 +67,15 @@ def parse_pairs(
             else:
                 while at < size and text[at] not in (10, 13, tab, comma, semicolon, space):
                     at += 1
-            while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and not tabs)):
+            while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
                 at += 1
             if at >= size or text[at] == 10:
                 break
-            if text[at] == comma or text[at] == semicolon or (text[at] == 9 and tabs):
+            if text[at] == comma or text[at] == semicolon:
                 at += 1
-                while at < size and (text[at] == 32 or (text[at] == 9 and not tabs)):
+                while at < size and (text[at] == 32 or (text[at] == 9 and parted != 9)):
                     at += 1
-            elif tabs:
+            elif parted != ANY:
                 return pairs, at
             column += 1
         if found < 2:
@@ -87,15 +90,15 @@ def _names(cells: list[bytes]) -> list[str]:
 
 
 class TextEdges:
-    """Edges of a text file, gzipped or not."""
+    """Edges of a text file, gzipped or not. ``key``: ``"source,target"``, as the first line calls them."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
+    def __init__(self, path: Path, key: str | None = None) -> None:
+        self.name, self._key = str(path), key
         self._path = path
         self._columns = (0, 1)
         self._header_lines = 0
         self._is_tsv = ".tsv" in path.name.lower()
-        self._tabs, self._parted = False, rb"[,;\t ]+"
+        self._kind, self._parted = ANY, rb"[,;\t ]+"
         for chunk, _ in self._chunks():
             self._read_header(chunk)
             break
@@ -111,29 +114,53 @@ class TextEdges:
             words = set(_names(first_cell.split())) if is_header else set()
             both = bool(words & {*SOURCE_NAMES} and words & {*TARGET_NAMES})  # parted by blanks
             if b"\t" in text and (self._is_tsv or not (both or re.search(others, first_cell))):
-                self._tabs, self._parted = True, rb" *\t *"
-            elif is_header and re.search(rb"[,;]", text):
-                self._parted = rb"\s*[,;]\s*"
+                self._kind, self._parted = _TAB, rb" *\t *"
+            elif is_header and {*text} & {_COMMA, _SEMICOLON}:
+                self._kind, self._parted = self._one_of_both(text), rb"\s*[,;]\s*"
             if is_header:
                 self._header_lines = number + 1
-                cells = re.split(self._parted, line.strip(b" \r") if self._tabs else text)
+                cells = re.split(self._parted, line.strip(b" \r") if self._kind == _TAB else text)
                 names = _names(cells)
                 while names and not names[-1]:
                     names.pop()
-                ends = ends_of(names)
+                ends = ends_of(names) if self._key is None else self._ends_named(names)
                 if ends is not None:
                     self._columns = ends
-                    left_out(self.name, [name for k, name in enumerate(names) if k not in ends])
+                    if self._key is None:
+                        left_out(self.name, [name for k, name in enumerate(names) if k not in ends])
                 elif len(names) > 2:
                     raise SourceError(
                         f"{self.name}: which of the columns {', '.join(names)} are the ends of an "
-                        "edge? Call them source and target in the first line, or leave that line out "
-                        "where they are the first two"
+                        "edge? Say graph_key='source,target' as the first line calls them, or leave that "
+                        "line out where they are the first two"
                     )
                 return
+            if self._key is not None:
+                raise SourceError(
+                    f"{self.name}: graph_key={self._key!r} names columns, and the first line does not; leave "
+                    "it out where the ends are the first two"
+                )
             count = len([cell for cell in re.split(self._parted, text) if cell])
             left_out(self.name, [f"column {k + 1}" for k in range(2, count)])
             return
+
+    def _ends_named(self, names: list[str]) -> tuple[int, int]:
+        wanted = [part.strip().lower() for part in str(self._key).split(",")]
+        if len(wanted) != 2 or not {*wanted} <= {*names}:
+            raise SourceError(
+                f"{self.name}: no two columns {self._key!r}; graph_key='source,target' names two of "
+                f"{', '.join(names)}"
+            )
+        return names.index(wanted[0]), names.index(wanted[1])
+
+    def _one_of_both(self, header: bytes) -> int:
+        """The comma or semicolon that parts a header."""
+        if not {_COMMA, _SEMICOLON} - {*header}:
+            raise SourceError(
+                f"{self.name}: the first line has commas and semicolons, {header[:80]!r}: which of them part "
+                "columns would be a guess; write one of them in it, and between the cells of all lines"
+            )
+        return _COMMA if _COMMA in header else _SEMICOLON
 
     def _chunks(self) -> Iterator[tuple[bytes, int]]:
         return (
@@ -149,7 +176,7 @@ class TextEdges:
             lines = chunk.count(b"\n", start) + 1
             sources, targets = np.empty(lines, dtype=np.int64), np.empty(lines, dtype=np.int64)
             text = np.frombuffer(chunk, dtype=np.uint8)[start:]
-            pairs, bad = parse_pairs(text, *self._columns, self._tabs, sources, targets)
+            pairs, bad = parse_pairs(text, *self._columns, self._kind, sources, targets)
             if bad >= 0:
                 number = first_line + chunk.count(b"\n", 0, start + bad) + 1
                 line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")

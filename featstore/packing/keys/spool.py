@@ -40,6 +40,10 @@ class ScratchValues:
         self._file: File | None = disk.create(path)
         self._reading: RegularFile | None = None
 
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:  # an error came between
+            self.close()
+
     def append(self, values: NDArray[Any]) -> None:
         """Add values at the end."""
         self.put(self.count, values)

@@ -214,6 +214,8 @@ def _open_path(
         if offset:
             raise SourceError(f"{path}: offset= is for headless files; leave it out")
         return _open_columns(path, dtype, key if columns is None else columns, id, name)
+    if offset and (is_directory(path) or suffix in NAMED_SUFFIXES):
+        raise SourceError(f"{path}: offset= is for headless files; leave it out")
     if is_directory(path):
         return _open_folder(path, dtype, key, name)
     single = _single_key(key, path)
@@ -278,6 +280,8 @@ def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: 
         return zarr_rows(path, _single_key(key, path), name)
     raw = ogb_folder(path, "node-feat.csv.gz")
     if raw is not None:
+        if key is not None:
+            raise SourceError(f"{path}: the rows of an OGB folder have no key; leave key out")
         return ogb_rows(raw, dtype=dtype, name=name)
     raise SourceError(
         f"{path}: neither a zarr array or group (zarr.json, .zarray) nor an OGB raw folder "
