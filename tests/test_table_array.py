@@ -191,6 +191,15 @@ def test_all_rows_come_where_they_fit(several: featstore.Store, tmp_path: Path, 
             with pytest.raises(NotInMemoryError, match="800,000 bytes"):
                 take(array)
         np.testing.assert_array_equal(array[-10:], rows[-10:])
+    with (
+        featstore.open(tmp_path / "larger") as store,
+        store.table("features", memory="700KiB", columns=[3]) as array,
+    ):
+        asked, read = [], array.source.read
+        array.source.read = lambda ids, **to: asked.append(len(ids["features"])) or read(ids, **to)
+        np.testing.assert_array_equal(np.asarray(array), rows[:, [3]])
+    assert sum(asked) == 2000
+    assert max(asked) * rows[0].nbytes < 100 * 1024  # whole rows, of which columns are cut
 
 
 def test_rows_are_not_gone_through_one_by_one(arrays: Any) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import shown
 from featstore.base.ids import plain_array
+from featstore.base.tensors import as_array
 from featstore.errors import ArgumentError, IdError
 
 
@@ -45,6 +46,7 @@ def row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
         except (TypeError, ValueError) as error:
             raise IdError(f"{index} is no slice of rows: {error}") from None
     if isinstance(index, int | np.integer):
+        _check_range(int(index), int(index), rows)
         return torch.tensor([int(index)])
     ids: Any
     if isinstance(index, torch.Tensor):
@@ -63,10 +65,16 @@ def row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
         raise IdError(
             f"ids must be a one-dimensional integer array, not {ids.dtype} of shape {tuple(ids.shape)}"
         )
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
-        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise IdError(f"id {bad} is out of range: the attribute has rows 0 to {rows - 1:,}")
+    if len(ids):
+        _check_range(int(ids.min()), int(ids.max()), rows)
     return ids.to(torch.int64) if isinstance(ids, torch.Tensor) else ids.astype(np.int64)
+
+
+def _check_range(least: int, most: int, rows: int) -> None:
+    """Raise IdError for ids below 0 or beyond the rows."""
+    if least < 0 or most >= rows:
+        bad = least if least < 0 else most
+        raise IdError(f"id {bad} is out of range: the attribute has rows 0 to {rows - 1:,}")
 
 
 def _checked_mask(mask: Any, rows: int) -> Any:
@@ -86,7 +94,7 @@ def join(parts: list[Any]) -> Any:
 
 def like_ids(rows: Any, ids: Any) -> Any:
     """Rows as the kind of array that their ids are."""
-    return rows.numpy() if isinstance(ids, np.ndarray) and isinstance(rows, torch.Tensor) else rows
+    return as_array(rows) if isinstance(ids, np.ndarray) and isinstance(rows, torch.Tensor) else rows
 
 
 def shaped(rows: Any, index: Any) -> Any:

@@ -219,8 +219,8 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
     def _from_array(self, attr: TensorAttr) -> Any:
         array = self._array(attr)
         ids = row_ids(attr.index, len(array))
-        picked = array[torch.as_tensor(ids)]
-        return shaped(picked.numpy() if isinstance(ids, np.ndarray) else picked, attr.index)
+        picked = array[torch.as_tensor(ids).to(array.device)]
+        return shaped(like_ids(picked, ids), attr.index)
 
     def _array(self, attr: TensorAttr) -> torch.Tensor:
         if _key(attr) not in self._arrays:

@@ -76,7 +76,7 @@ class LinkNeighborLoader:
 
     Args:
         data: an open store with one table of nodes and a graph, or with edge types. Graphs are held in memory
-            where they fit a third of ``memory``, else read from disk; all edges as links take 16 bytes each.
+            where they fit a third of ``memory``, else read from disk; all edges as links take 48 bytes each.
         num_neighbors: neighbours per node and hop, -1 for all; with edge types also a mapping of these.
         edge_label_index: links, integers [2, l] (tensor, array), the name of an array in the store, or None
             for all edges of the graph: in the order of their numbers where it keeps these; where it does not,
@@ -316,4 +316,5 @@ def _labels(given: Any, negatives: Negatives | None) -> Any:
     if given is None or negatives is None or negatives.mode != "binary":
         return given
     labels = plain_array(given, "edge_label")
+    labels = labels.astype(np.int64) if labels.dtype == np.bool_ else labels
     return labels + 1 if labels.size and labels.min() == 0 else labels

@@ -32,6 +32,7 @@ from featstore.storage.relations import graph_of_array, type_of_array
 from featstore.storage.store import OpenStore, StoredGraph
 
 NO_TENSOR = "torch has no tensors of their dtype; attach=[...] says which you want, and ends this warning"
+_LINK_BYTES = 48  # of all edges as links: the two ends, their order, and what shuffling takes
 #: What an edge type of a mini-batch has by itself.
 _OF_EDGES = ("edge_index", "edge_attr", "e_id", "num_sampled_edges", "adj_t", *OF_LINKS)
 #: What a node type of a mini-batch has by itself.
@@ -188,7 +189,7 @@ def link_sampler(
     """What samples around links: over graphs in memory, which take ``whole_bytes``, where these fit a
     sampler's share, else from disk within that; the links, all edges of ``graph`` for None; and the shares of
     what memory these leave. Raises BudgetError."""
-    links_bytes = 16 * graph.edges if ends is None else 0
+    links_bytes = _LINK_BYTES * graph.edges if ends is None else 0
     if links_bytes >= memory_bytes:
         what = f"hold all edges of {graph.where()} as links (or give some as edge_label_index)"
         raise BudgetError(links_bytes + 1, memory_bytes, what)

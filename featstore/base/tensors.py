@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from featstore.base.dtypes import is_bfloat16
+from featstore.base.dtypes import dtype_from_name, is_bfloat16
 from featstore.errors import ArgumentError
 
 
@@ -23,6 +23,15 @@ def as_tensor(
         return torch.from_numpy(rows)
     except TypeError:
         raise ArgumentError(f"torch has no dtype for {rows.dtype}; {instead}") from None
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor as an array, of ml_dtypes' bfloat16 where it is of that; on the same memory, where that is the
+    host's."""
+    here = tensor.detach().cpu()
+    if here.dtype == torch.bfloat16:
+        return here.view(torch.int16).numpy().view(dtype_from_name("bfloat16"))
+    return here.numpy()
 
 
 def has_tensor(dtype: np.dtype[Any]) -> bool:

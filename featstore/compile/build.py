@@ -118,6 +118,8 @@ def compile_trace(
     """
     for flag, value in (("resume", resume), ("overwrite", overwrite), ("dry_run", dry_run)):
         as_flag(value, flag)
+    if dry_run and resume:
+        raise ArgumentError("dry_run= writes nothing that stays, and goes on with nothing: leave resume= out")
     progress = as_callback(progress, "progress")
     if not isinstance(policy, Policy):
         raise ArgumentError(f"policy must be a Policy, not {shown(policy)}")
@@ -168,7 +170,7 @@ def _compile(
             check_no_episode(root.parent, name)  # such a loader may have begun since
             with (
                 write_generation(
-                    root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run, worth=_worth
+                    root, door, resume=resume, overwrite=overwrite or dry_run, worth=_worth
                 ) as transaction,
                 closing(
                     _Compiling(transaction, base, recorded, options, policy, model, progress)
@@ -189,7 +191,7 @@ def deciding_bytes(tables: Mapping[str, Table]) -> int:
     """The smallest budget of compiling: to decide where the rows of these tables go, and to pack them."""
     rows = [t.rows for t in tables.values()]
     state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
-    return max(state + 2 * _BLOCK_BYTES, *(table_needed_bytes(t.row_bytes) for t in tables.values()))
+    return max(state + 2 * _BLOCK_BYTES, *(table_needed_bytes(t.rows, t.row_bytes) for t in tables.values()))
 
 
 def _worth(progress: TableProgress, error: BaseException) -> bool:

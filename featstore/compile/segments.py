@@ -270,13 +270,16 @@ class Packing:
             self._take(turn)[:fill] = content
 
 
-def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[Any]:
-    """[segments, starts]: how many rows of each list lie before each of ``starts``; int32, or int64 for
-    longer lists."""
-    longest = max((int(route.rows.offsets[i + 1] - route.rows.offsets[i]) for i in segments), default=0)
-    out = np.empty((len(segments), len(starts)), bounds_dtype(longest))
-    for at, index in enumerate(segments):
-        out[at] = np.searchsorted(route.rows[index], starts)
+def bounds_of(
+    routes: list[Route], chosen: tuple[tuple[int, int], ...], starts: NDArray[np.int64]
+) -> NDArray[Any]:
+    """[chosen lists of routes, starts]: how many rows of each list lie before each of ``starts``; int32, or
+    int64 for longer lists."""
+    lengths = [route.rows.lengths() for route in routes]
+    longest = max((int(lengths[r][i]) for r, i in chosen), default=0)
+    out = np.empty((len(chosen), len(starts)), bounds_dtype(longest))
+    for at, (r, i) in enumerate(chosen):
+        out[at] = np.searchsorted(routes[r].rows[i], starts)
     return out
 
 
@@ -297,9 +300,7 @@ def pack_episode(
     starts = np.minimum(np.arange(slabs + 1, dtype=np.int64) * plan.slab_rows, base.rows)
     chosen = plan.episodes[episode]
     packing = Packing(routes, chosen, plan.buffer_bytes, plan.buffers)
-    bounds = np.concatenate(
-        [bounds_of(route, [i for q, i in chosen if q == r], starts) for r, route in enumerate(routes)]
-    )
+    bounds = bounds_of(routes, chosen, starts)
     for turn, bound in enumerate(bounds):
         packing.resume(turn, int(bound[begin_slab]))
     for route in routes:

@@ -44,10 +44,10 @@ PARTS = ("packed", "shared", "resident", "device")
 _PIECE_PAGES = 1024  # that are written at once
 
 
-def table_needed_bytes(row_bytes: int) -> int:
-    """The smallest budget of compiling in which rows of this size can be packed, the base table's reader
-    included."""
-    inner = memory = segment_plan.needed_bytes(row_bytes)
+def table_needed_bytes(rows: int, row_bytes: int) -> int:
+    """The smallest budget of compiling in which so many rows of this size can be packed, the base table's
+    reader included."""
+    inner = memory = segment_plan.needed_bytes(rows, row_bytes)
     while memory - packing_reader_bytes(memory, row_bytes) < inner:
         memory = inner + packing_reader_bytes(memory, row_bytes)
     return memory
@@ -170,7 +170,7 @@ class TablePacking:
 
     def _pack_routes(self, routes: list[Route]) -> None:
         table, progress = self._plan.table, self._progress
-        packing = plan_packing(routes, self._row_bytes, self._memory_bytes)
+        packing = plan_packing(routes, self._plan.table.rows, self._row_bytes, self._memory_bytes)
         slabs, episodes = -(-table.rows // packing.slab_rows), len(packing.episodes)
         if progress.episode > episodes or progress.slab > slabs:
             raise CorruptionError(

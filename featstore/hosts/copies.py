@@ -12,6 +12,7 @@ from featstore.base.bitmap import set_bits, slot_of
 from featstore.base.checks import check_distinct
 from featstore.base.compilation import njit
 from featstore.engine.request import Request
+from featstore.errors import SourceError
 from featstore.hosts.divided import Divided, submit_divided
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
@@ -28,11 +29,19 @@ def rows_of_copies(
         out[i] = row_of_rank[rank] if rank >= 0 else -1
 
 
+COPIES_MAX = 2**31 - 1  # their ranks and rows are int32
+
+
 class DiskCopies:
     """Which row of the table ``name`` of a part has which node: ``nodes`` [rows], distinct, of a table of
-    ``total`` rows. Raises FormatError."""
+    ``total`` rows. Raises FormatError; SourceError for more than COPIES_MAX."""
 
     def __init__(self, nodes: NDArray[Any], total: int, name: str) -> None:
+        if len(nodes) > COPIES_MAX:
+            raise SourceError(
+                f"table {name!r} would have {len(nodes):,} rows of other rows' copies, at most "
+                f"{COPIES_MAX:,} can be: split the store by more hosts"
+            )
         check_distinct(nodes, total, f"the nodes of table {name!r}")
         self.name, self.rows = name, len(nodes)
         self._bits = np.zeros(-(-total // 64), np.uint64)

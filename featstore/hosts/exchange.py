@@ -14,6 +14,7 @@ end say so, and serve on until all have.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import math
 import threading
@@ -41,6 +42,7 @@ from featstore.hosts.wire import Wire
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
 _VERSION = 5
+_LONG = 1024  # characters of what hosts compare, each
 _started: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -84,7 +86,7 @@ class Exchange(OneProcess):
         self._received = dict.fromkeys((ms.Kind.ASK, ms.Kind.PICK), (0, 0))
         self.loaders = LoadersOfHosts(self)
         peers = [host for host in range(wire.hosts) if host != wire.host]
-        agreed = self._agree(peers, dict(about), body_bytes, ids_max)
+        agreed = self._agree(peers, _shortly(about), body_bytes, ids_max)
         self.body_bytes, self.ids_max = agreed
         self.lines = {peer: HostLine(self, peer) for peer in peers}
         self._watch = Worker(self._watch_all, "featstore-watch-hosts")
@@ -291,3 +293,13 @@ def _wait_for(workers: Sequence[Worker], deadline: float = math.inf) -> None:
     """Until all that were started have ended, or it is so late."""
     while not all(worker.ended for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _shortly(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What hosts compare, as far as a message has room for it: of what is long its begin, and a digest."""
+    short = dict(about)
+    for name, value in about.items():
+        told = json.dumps(value)
+        if len(told) > _LONG:
+            short[name] = f"{told[:_LONG]} ... (SHA-256 {hashlib.sha256(told.encode()).hexdigest()})"
+    return short

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -145,32 +146,30 @@ class Batch:
 
     def _homogeneous(self) -> Any:
         """The mini-batch as a ``Data``, with PyG's names."""
-        import torch
         from torch_geometric.data import Data
 
         data = Data(
-            x=torch.as_tensor(self.x), edge_index=torch.as_tensor(self.edge_index),
-            n_id=torch.as_tensor(self.n_id), batch_size=self.batch_size,
+            x=_tensor(self.x, "x"), edge_index=_tensor(self.edge_index, "edge_index"),
+            n_id=_tensor(self.n_id, "n_id"), batch_size=self.batch_size,
             num_sampled_nodes=list(self.num_sampled_nodes),
             num_sampled_edges=list(self.num_sampled_edges) or None,
         )  # fmt: skip
         weight = self._of_sample("weight")
         if weight is not None:
-            data.edge_weight = torch.as_tensor(weight)
+            data.edge_weight = _tensor(weight, "edge_weight")
         for name in ("batch", *OF_LINKS):
             if self._of_sample(name) is not None:
-                data[name] = torch.as_tensor(self._of_sample(name))
+                data[name] = _tensor(self._of_sample(name), name)
         numbers = self._of_sample("e_id")
         if numbers is not None:
-            data.e_id = torch.as_tensor(numbers)
+            data.e_id = _tensor(numbers, "e_id")
         for name, value in vars(self).items():
             if name not in _OWN:
-                data[name] = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+                data[name] = _tensor(value, name)
         return data
 
     def _hetero(self) -> Any:
         """The mini-batch as a ``HeteroData``, with PyG's names."""
-        import torch
         from torch_geometric.data import HeteroData
 
         if not isinstance(self._of_sample("row"), Mapping):
@@ -181,10 +180,10 @@ class Batch:
         data, counts = HeteroData(), self.num_sampled_nodes
         for node_type, ids in self.n_id.items():
             store = data[node_type]
-            store.n_id, store.num_nodes = torch.as_tensor(ids), len(ids)
+            store.n_id, store.num_nodes = _tensor(ids, "n_id"), len(ids)
             store.num_sampled_nodes = list(counts[node_type])
             if node_type in self.x:
-                store.x = torch.as_tensor(self.x[node_type])
+                store.x = _tensor(self.x[node_type], "x")
             if counts[node_type][0]:
                 store.batch_size = counts[node_type][0]
         parts = {name: self._of_sample(name) for name in ("e_id", "batch")} | {"edge_index": self.edge_index}
@@ -193,7 +192,7 @@ class Batch:
         for name, by_type in (parts | given).items():
             for key, value in (by_type or {}).items():
                 listed = isinstance(value, tuple)
-                data[key][name] = list(value) if listed else torch.as_tensor(value)
+                data[key][name] = list(value) if listed else _tensor(value, name)
         return data
 
     def __repr__(self) -> str:
@@ -201,6 +200,17 @@ class Batch:
             {t: len(i) for t, i in self.n_id.items()} if isinstance(self.n_id, Mapping) else len(self.n_id)
         )
         return f"<Batch {self.index}: {nodes} nodes>"
+
+
+def _tensor(values: Any, name: str) -> Any:
+    """An array as a tensor; what is none stays as it is. Raises ArgumentError."""
+    if not isinstance(values, np.ndarray):
+        return values
+    from featstore.base.tensors import as_tensor
+
+    return as_tensor(
+        values, f"PyG's objects hold tensors, and {name!r} can be none: use the mini-batch without pyg()"
+    )
 
 
 def of_pyg(sample: Any) -> bool:
@@ -220,7 +230,7 @@ def filled(batch: Batch, x: dict[str, Any], device: Any) -> Any:
     if of_pyg(batch.sample):
         from featstore.loaders.deliver import fill_pyg
 
-        return fill_pyg(batch.sample, x, device)
+        return fill_pyg(copy.copy(batch.sample), x, device)  # what was given stays as it is
     if dgl_graphs.is_named(batch.sample):
         if device is not None:
             batch.sample = dgl_graphs.on_device(batch.sample, device)
@@ -254,6 +264,15 @@ def ids_of(sample: Any) -> Any:
         if found is not None:
             return found
     return None
+
+
+def check_numbered(numbers: Any, what: str, edge_type: Any) -> None:
+    """Raise SourceError where edges of a type have no number, and so no row."""
+    if numbers is not None and len(numbers) and numbers.min() < 0:
+        raise SourceError(
+            f"{what}: these mini-batches have reverses of another relation's edges as edges of {edge_type} "
+            "(subgraph_type='bidirectional'), which have no number and no row: leave it out"
+        )
 
 
 def device_of_rows(batch: Batch) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from featstore import arguments as args
 from featstore.errors import ArgumentError, SourceError
-from featstore.loaders.batch import Batch, ids_of, of_pyg
+from featstore.loaders.batch import Batch, check_numbered, ids_of, of_pyg
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.whole import (
     WantedRows,
@@ -178,11 +178,7 @@ def _numbers(made: Any, edge_type: EdgeType, what: str) -> Any:
             "store's own sampling where edge ids were packed"
         )
     numbers = np.asarray(found.cpu() if hasattr(found, "cpu") else found)
-    if len(numbers) and numbers.min() < 0:
-        raise SourceError(
-            f"{what}: these mini-batches have reverses of another relation's edges as edges of {edge_type} "
-            "(subgraph_type='bidirectional'), which have no number and no row: leave it out"
-        )
+    check_numbered(numbers, what, edge_type)
     return numbers
 
 

@@ -146,8 +146,7 @@ class TableArray(Shown):
 
     def whole(self) -> NDArray[Any]:
         """All rows [rows, ...] in an array of their own, where they take no more than the memory that the
-        source was given (and 8 bytes a row for their ids meanwhile). Raises NotInMemoryError where they take
-        more."""
+        source was given (and an eighth of that meanwhile). Raises NotInMemoryError where they take more."""
         held = getattr(self.source, "memory", None)
         limit = 0 if held is None else sum(held().values())
         row_count, needed = self.shape[0], self.shape[0] * self.row_bytes
@@ -157,7 +156,11 @@ class TableArray(Shown):
                 f"{limit:,} bytes of memory that its reader was given; take some, array[ids]"
             )
         rows = empty_rows(row_count, self.row_bytes).view(self.dtype).reshape(self.shape)
-        self.source.read({self.name: np.arange(row_count)}, out={self.name: rows})
+        whole = self.source.store.table(self.name) if hasattr(self.source, "store") else self
+        step = max(1, limit // 8 // (whole.row_bytes + 8))  # of some columns whole rows are read, too
+        for low in range(0, row_count, step):
+            high = min(low + step, row_count)
+            self.source.read({self.name: np.arange(low, high)}, out={self.name: rows[low:high]})
         return rows
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:

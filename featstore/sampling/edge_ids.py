@@ -54,6 +54,7 @@ class StoredEdgeIds(FirstValues):
         held = edges < len(self.first)
         ids = np.empty(len(edges), np.int64)
         ids[held] = self.first[edges[held]]
+        check_range(ids[held], self._numbers, f"an edge id of {self._where}")  # below, -1 is one to be read
         if not held.all():
             ids[~held] = -1
             missing = Missing(ids, edges, len(edges) - int(held.sum()), self._edges, self.first.dtype)

@@ -136,11 +136,13 @@ class LinkSampler:
         counts = sampler.nodes if isinstance(sampler, AroundTypes) else {"": sampler.node_count}
         node_times = by_key(sampler.options.node_times, list(counts), "node_times")
         self._counts = [counts[name] for name in self._types]
-        weights = (None, None) if negatives is None else (negatives.src_weight, negatives.dst_weight)
-        self._draws = [
-            _Draw(counts[name], node_times.get(name), weight, end)
-            for name, weight, end in zip(self._types, weights, ("src", "dst"))
-        ]
+        self._draws: dict[str, _Draw] = {}
+        if negatives is not None:
+            times = [node_times.get(name) for name in self._types]
+            self._draws["dst"] = _Draw(self._counts[1], times[1], negatives.dst_weight, "dst")
+            if negatives.mode == "binary":
+                like = self._draws["dst"] if self._types[0] == self._types[1] else None
+                self._draws["src"] = _Draw(self._counts[0], times[0], negatives.src_weight, "src", like)
 
     def sample(
         self, links: Any, batch_index: int = 0, *, epoch: int = 0, labels: Any = None, times: Any = None,
@@ -163,9 +165,9 @@ class LinkSampler:
         added = 0 if negatives is None else math.ceil(count * negatives.amount)
         src, dst = ends
         if mode:
-            dst = np.concatenate([dst, self._draws[1].draw(relation_key(key, "dst"), added, count, positive)])
+            dst = np.concatenate([dst, self._drawn("dst", key, added, count, positive)])
         if mode == "binary":
-            src = np.concatenate([src, self._draws[0].draw(relation_key(key, "src"), added, count, positive)])
+            src = np.concatenate([src, self._drawn("src", key, added, count, positive)])
         seed_times = None if positive is None else [np.resize(positive, len(one)) for one in (src, dst)]
         subgraph, places = self._around([src, dst], seed_times, batch_index, epoch)
         numbers = (
@@ -186,6 +188,9 @@ class LinkSampler:
             **whole, edge_label_index=np.stack(places), edge_label=_labels(labels, count, added, mode),
             edge_label_time=None if seed_times is None else seed_times[0],
         )  # fmt: skip
+
+    def _drawn(self, end: str, key: int, *what: Any) -> NDArray[np.int64]:
+        return self._draws[end].draw(relation_key(key, end), *what)
 
     @property
     def _disjoint(self) -> bool:
@@ -248,16 +253,18 @@ class LinkSampler:
 
 
 class _Draw:
-    """Draws nodes of one end."""
+    """Draws nodes of one end; ``like``: of the other one, where its nodes are the same."""
 
-    def __init__(self, count: int, times: Any, weight: Any, end: str) -> None:
+    def __init__(self, count: int, times: Any, weight: Any, end: str, like: _Draw | None = None) -> None:
         if count > _NODES_MAX:
             raise SourceError(f"negatives are drawn of up to {_NODES_MAX:,} nodes, and there are {count:,}")
         self._count, self._end = count, end
         self._order: NDArray[np.int64] | None = None
         self._times: NDArray[np.int64] | None = None
         self._sums: NDArray[np.float64] | None = None
-        if times is not None:
+        if like is not None:
+            self._order, self._times = like._order, like._times
+        elif times is not None:
             known = checked_times(times, count, "node_times", "nodes")
             self._order = np.argsort(known, kind="stable")
             self._times = known[self._order]

@@ -43,7 +43,7 @@ class TypedOptions:
             "temporal": as_choice(given["temporal_strategy"], "temporal_strategy", TEMPORAL),
             "window": given["time_window"],
         }
-        graphs = [graph for graph in store.graphs.values() if graph.edge_type is not None]
+        graphs = self._graphs = [graph for graph in store.graphs.values() if graph.edge_type is not None]
         self.arrays: dict[str, str] = {}  # of a graph's edges, where it does not keep the values itself
         self.weighted: list[StoredGraph] = []
         if given["weight_attr"] is not None:
@@ -135,6 +135,9 @@ class TypedOptions:
     def needed_bytes(self) -> int:
         """Memory for what they hold, while it is read."""
         edges = sum(20 * one.edges for one in self.weighted) + sum(36 * one.edges for one in self.timed)
+        for graph in self._graphs:  # whose lists are put in the order of these
+            assert graph.edge_type is not None
+            edges += 36 * graph.edges if graph.edge_type[0] in self.node_times else 0
         return edges + sum(8 * self._store.tables[kind].rows for kind in self.node_times)
 
     def read(self) -> SamplingOptions | None:

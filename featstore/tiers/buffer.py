@@ -102,7 +102,7 @@ class FeatureBuffer(Claims):
                 self.policy,
                 batches,
             )
-        slots = as_count(slots, "slots", 1, 2**31 - 1)
+        slots = as_count(slots, "slots", 1, layout.BUFFER_ROWS_MAX)
         others = [
             layout.POLICIES[as_choice(name, "policies", layout.POLICIES)]
             for name in as_sequence(policies, "policies", "names of policies")

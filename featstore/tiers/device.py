@@ -181,7 +181,7 @@ class DeviceBuffer:
     def __init__(self, host: Host, devices: Sequence[Any], *, slots: int, policy: str) -> None:
         if not all(callable(getattr(host, name, None)) for name in ("begin", "gather", "check_ids")):
             raise ArgumentError(f"host must be a feature buffer or what does the same, not {shown(host)}")
-        slots = as_count(slots, "slots", 1, 2**31 - 1)
+        slots = as_count(slots, "slots", 1, layout.BUFFER_ROWS_MAX)
         as_choice(policy, "policy", [name for name in layout.POLICIES if name not in ("static", "min")])
         devices = [as_device(one, "devices") for one in as_sequence(devices, "devices", "devices")]
         if not devices:

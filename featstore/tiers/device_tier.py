@@ -62,7 +62,8 @@ class Device:
         slots, shares = {}, table_shares(tables, self.device_bytes)
         for table in tables:
             fit = shares[table.name] // max(1, table.row_bytes)
-            slots[table.name] = max(1, min(-(-table.rows // len(self.devices)), fit))
+            most = min(-(-table.rows // len(self.devices)), layout.BUFFER_ROWS_MAX)
+            slots[table.name] = max(1, min(most, fit))
         return slots
 
     def host_bytes(self, tables: Sequence[Table]) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.storage.store import Table
-from featstore.tiers.static import StaticRows
+from featstore.tiers.static import MEMBERS_MAX, StaticRows
 
 
 def highest_degrees(tables: Mapping[str, Table], tier_bytes: int) -> dict[str, NDArray[np.int64]]:
@@ -19,7 +19,7 @@ def highest_degrees(tables: Mapping[str, Table], tier_bytes: int) -> dict[str, N
     for name, table in tables.items():
         share = tier_bytes * table.data_bytes // max(1, total) - StaticRows.index_bytes(table.rows)
         # While it is filled, a member costs its row id besides; before, what ranks it.
-        count = max(0, min(table.rows, share // max(table.row_bytes + 8, 24)))
+        count = max(0, min(table.rows, MEMBERS_MAX, share // max(table.row_bytes + 8, 24)))
         ranked = table.rows_by_degree(count) if count else None
         chosen[name] = np.empty(0, np.int64) if ranked is None else np.sort(ranked.astype(np.int64))
     return chosen

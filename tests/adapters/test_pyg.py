@@ -294,7 +294,7 @@ def test_feature_store_refusals() -> None:
     store = FeatstoreFeatures(reader, arrays={(None, "y"): table})
     with pytest.raises(KeyError, match="no attribute"):
         store.get_tensor(None, "z", None)
-    for index in (torch.tensor([6]), np.array([-1]), torch.tensor([[0]]), torch.tensor([0.5])):
+    for index in (torch.tensor([6]), np.array([-1]), torch.tensor([[0]]), torch.tensor([0.5]), -1, 6):
         for name in ("x", "y"):
             with pytest.raises(IdError, match=r"out of range|one-dimensional"):
                 store.get_tensor(None, name, index)

@@ -192,6 +192,18 @@ def test_links_from_disk_are_those_in_memory(
         from_disk[-1].stats()
 
 
+def test_labels_that_are_true_or_false(world: dict[str, Any], dated: featstore.Store) -> None:
+    """A negative's label is 0, so theirs begin with 1 where one of them is 0."""
+    links = world["edges"][:, :50]
+    for labels in (np.ones(50, bool), np.arange(50) % 2 == 0):
+        with LinkNeighborLoader(
+            dated, [3], links, edge_label=labels, neg_sampling="binary", batch_size=50, memory="64MiB"
+        ) as loader:
+            (batch,) = loader
+        known = labels + (0 if labels.all() else 1)
+        assert batch.edge_label.tolist() == [*known.tolist(), *[0] * 50]
+
+
 def test_what_may_be_two_things_is_refused(world: dict[str, Any], tmp_path: Path) -> None:
     with (
         featstore.pack(

@@ -29,7 +29,7 @@ from featstore.tiers.slots.simulation import simulate
 TIMEOUT = number().optional.but("infinity")
 TICKET = Rule({**NONSENSE, "None": None, "ids": np.arange(3), "a number": 3})
 READER = Rule({**NONSENSE, "None": None, "a path": "/x", "a number": 3, "a mapping": {}})
-SLOTS = count(1, 2**31 - 1)
+SLOTS = count(1, 2**29)
 
 
 def kept() -> Rule:

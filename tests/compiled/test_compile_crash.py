@@ -25,6 +25,7 @@ from featstore.compile import segment_plan, segments
 from featstore.compile import write_table as packing
 from featstore.compile.placement import Location, Placement
 from featstore.errors import (
+    ArgumentError,
     BudgetError,
     CorruptionError,
     DeviceError,
@@ -383,6 +384,8 @@ def test_a_dry_run_leaves_nothing(case: Case) -> None:
         case.compile("z", dry_run=True, residency="none")
     with pytest.raises(BudgetError):
         case.compile("z", dry_run=True, memory="3MiB")
+    with pytest.raises(ArgumentError, match="dry_run= writes nothing"):
+        case.compile("z", dry_run=True, resume=True, overwrite=False)
     assert tree(case.store.path) == there
     assert sorted(p.name for p in (case.store.path / "packs").iterdir()) == ["x"]
 

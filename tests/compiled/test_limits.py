@@ -22,13 +22,15 @@ from featstore.compile.limits import RECORD_PLACES_MAX, SLOTS_MAX, TRACE_BATCHES
 from featstore.compile.routing import route_rows
 from featstore.compile.segments import bounds_dtype
 from featstore.compile.write_table import _Buckets, bucket_rows
-from featstore.errors import IdError, SourceError
+from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.layout import TableLayout
 from featstore.loaders.mega.sizes import ListNeeds, Needs, RowNeeds, fit
 from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.plan.extents import key_bits, plan_extents
 from featstore.storage.manifest import ROWS_MAX
 from featstore.tiers.slots import slots
+from featstore.tiers.slots.layout import BUFFER_ROWS_MAX, POLICIES, RECORD, slot_map_bytes
+from featstore.tiers.slots.rows import slots_for
 from featstore.tiers.static import StaticRows, check_members
 
 WIDE = np.array(
@@ -128,6 +130,15 @@ def test_slots_are_numbered_by_32_bits() -> None:
     m: Any = None
     with pytest.raises(IdError, match="2,147,483,648 rows of a table"):
         slots.acquire(m, broadcast(2**31, np.int64), *[broadcast(1, np.int32)] * 3)
+
+
+def test_places_in_the_logs_of_a_buffer() -> None:
+    """Two queues of twice as many places as slots, which are counted in 31 bits."""
+    assert np.iinfo(RECORD["place"]).max >= 4 * BUFFER_ROWS_MAX - 1
+    assert slot_map_bytes(BUFFER_ROWS_MAX, POLICIES["s3-fifo"]) > 60 * BUFFER_ROWS_MAX
+    with pytest.raises(ArgumentError, match="from 1 to 536,870,912 slots"):
+        slot_map_bytes(BUFFER_ROWS_MAX + 1, POLICIES["s3-fifo"])
+    assert slots_for(1 << 60, 8, POLICIES["lru"]) == BUFFER_ROWS_MAX
 
 
 def test_bounds_of_long_lists_are_wide() -> None:

@@ -94,7 +94,7 @@ def run(
     base: featstore.Store, route: segment_plan.Route, memory: int, row_bytes: int, at: list[int],
     stop_after: int, left: list[UnfinishedPage],
 ) -> None:  # fmt: skip
-    plan = segment_plan.plan_packing([route], row_bytes, memory)
+    plan = segment_plan.plan_packing([route], base.table("x").rows, row_bytes, memory)
     saves = 0
     for earlier in plan.episodes[: at[0]]:
         for turn in range(len(earlier)):
@@ -220,8 +220,9 @@ def test_append_rows_is_its_twin(
 def test_too_little_memory_says_how_much_works(tmp_path: Path) -> None:
     target = target_in(tmp_path / "out", 1000, 512)
     route = segment_plan.Route(lists_of(tmp_path / "lists", [np.arange(1000)]), np.zeros(1, np.int64), target)
-    with pytest.raises(BudgetError) as error:
-        segment_plan.plan_packing([route], 512, 100_000)
-    assert len(segment_plan.plan_packing([route], 512, error.value.needed_bytes).episodes) == 1
+    for rows in (1000, 2**31, 2**40):  # each slab of a table is counted, too
+        with pytest.raises(BudgetError) as error:
+            segment_plan.plan_packing([route], rows, 512, 100_000)
+        assert len(segment_plan.plan_packing([route], rows, 512, error.value.needed_bytes).episodes) == 1
     target.writer.close()
     route.rows.close()

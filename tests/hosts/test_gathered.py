@@ -174,6 +174,24 @@ def test_what_it_was_compiled_for_has_changed(folder: Path, tmp_path: Path, pack
 
 
 @pytest.mark.parametrize("mode", ["compiled", "rolling"])
+def test_rows_of_many_chunk_files(
+    tmp_path: Path, pack: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Of which the last is not full."""
+    rows = np.random.default_rng(0).standard_normal((PAPERS, 100), np.float32)
+    pack(tmp_path / "one", rows).close()
+    featstore.split(tmp_path / "one", 1, tmp_path / "one1")
+    batches = [ids["paper"] for ids, _ in asked()]
+    monkeypatch.setattr("featstore.layout.table.CHUNK_BYTES", 16 * 1024)
+    with (
+        featstore.open_split(tmp_path / "one1", memory="16MiB") as store,
+        store.loader(lambda epoch: batches, memory=MEMORY, mode=mode, name="many") as loader,
+    ):
+        for batch, ids in zip(loader, batches, strict=True):
+            assert batch.x.tobytes() == rows[ids].tobytes()
+
+
+@pytest.mark.parametrize("mode", ["compiled", "rolling"])
 def test_the_memory_that_is_said_to_work_works(folder: Path, rows: Any, mode: str) -> None:
     with featstore.open_split(folder / "two1", memory="16MiB") as store:
         memory = smallest(store, mode=mode, name="small")

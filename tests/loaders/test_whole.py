@@ -53,6 +53,21 @@ def test_labels_come_along(store: Any, mode: str, tensors: bool) -> None:
             assert torch.equal(batch.pyg().label, batch.label)
 
 
+def test_pygs_objects_have_rows_of_any_dtype_that_torch_has(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch_geometric")
+    options: dict[str, Any] = {"seeds": np.arange(40), "fanouts": (3,), "memory": "64MiB"}
+    names = np.array([f"n{k}" for k in range(NODES)])
+    made = {"cast": "bfloat16", "graph": INDEX, "arrays": {"name": names, "label": LABELS}}
+    with featstore.pack(tmp_path / "s", FEATURES, **made) as store:
+        with store.loader(**options) as loader:
+            batch = next(iter(loader))
+            assert batch.pyg().x.dtype == torch.bfloat16
+            np.testing.assert_array_equal(batch.pyg().x.view(torch.int16), batch.x.view(np.int16))
+        with store.loader(**options, attach="name") as loader, pytest.raises(ArgumentError, match="'name'"):
+            next(iter(loader)).pyg()
+
+
 def test_what_cannot_be_attached(store: Any) -> None:
     batches = [(np.arange(5), {"label": 3})]
     for names, says in (

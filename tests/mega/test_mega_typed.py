@@ -332,6 +332,7 @@ def test_edges_and_their_reverse(world: World, tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "order": dict.fromkeys(tables, "ldg"), "partitions": dict.fromkeys(tables, 4), "edge_ids": True
     }  # fmt: skip
+    tables[EDGE_TABLES[0]] = world.edge_rows[EDGE_TABLES[0]]
     with featstore.pack(tmp_path / "s", tables, graph=edges, memory="64MiB", **given) as store:
         reversed_edges = 0
         with store.loader(**options(subgraph_type="bidirectional", resident=2)) as loader:
@@ -347,6 +348,9 @@ def test_edges_and_their_reverse(world: World, tmp_path: Path) -> None:
                     assert same.all()
                     reversed_edges += int((~there).sum())
         assert reversed_edges
+        wrong = options(subgraph_type="bidirectional", resident=2, edge_table="author__writes__paper")
+        with store.loader(**wrong) as loader, pytest.raises(SourceError, match="reverses of another"):
+            list(loader)
 
 
 def test_time_is_not_seen_ahead(store: featstore.Store, world: World) -> None:

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.engine import ENGINES
-from featstore.errors import BudgetError, ClosedError, FeatstoreError, IdError, SourceError
+from featstore.errors import (
+    BudgetError,
+    ClosedError,
+    FeatstoreError,
+    FeatstoreWarning,
+    IdError,
+    SourceError,
+)
 from featstore.loaders.online import extraction
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.tiers import chosen
@@ -385,11 +392,34 @@ def test_node_types_may_be_missing_from_mini_batches(tmp_path: Path) -> None:
         only_papers = next(iter(loader))
         np.testing.assert_array_equal(only_papers.x, tables["paper"][:10])
         loader.set_epoch(0)
-        found = [(batch.n_id, batch.x) for batch in loader]  # where there are two, all are dicts
+        with pytest.warns(FeatstoreWarning, match="1 is the first with several tables, .* of 'paper' alone"):
+            found = [(batch.n_id, batch.x) for batch in loader]  # where there are two, all are dicts
         for (n_id, x), ids in zip(found[1:], batches[1:], strict=True):
             assert set(x) == set(n_id) == set(ids)
             for name in ids:
                 np.testing.assert_array_equal(x[name], tables[name][ids[name]])
+
+
+def test_a_table_without_rows(tmp_path: Path) -> None:
+    tables = {"paper": rows_of(500, (9,), np.int16, 1), "none": np.empty((0, 4), np.float32)}
+    batches = [{"paper": np.arange(at, at + 10), "none": np.empty(0, np.int64)} for at in (0, 30)]
+    with featstore.pack(tmp_path / "s", tables) as store:
+        for mode in ("online", "compiled"):
+            with store.loader(batches, memory="32MiB", mode=mode) as loader:
+                for batch, ids in zip(loader, batches, strict=True):
+                    np.testing.assert_array_equal(batch.x["paper"], tables["paper"][ids["paper"]])
+                    assert batch.x["none"].shape == (0, 4)
+
+
+def test_a_buffer_of_more_rows_than_there_can_be(
+    store: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the memory would hold beyond that is not used."""
+    monkeypatch.setattr("featstore.tiers.slots.layout.BUFFER_ROWS_MAX", 900)
+    with OnlineLoader(store, skewed, memory="64MiB") as loader:
+        check_epoch(loader, x, 0)
+        (buffer,) = loader.extraction.buffers.values()
+        assert buffer.slots == 900 < len(x)
 
 
 def test_more_ids_than_the_table_has_rows(tmp_path: Path) -> None:
@@ -496,6 +526,31 @@ def test_pyg_objects_and_workers(store: Any, x: np.ndarray) -> None:
                     assert batch.edge_index.shape == (2, 3)
         with OnlineLoader(store, sampler, memory=SMALL, device="cpu") as loader:
             assert next(iter(loader)).x.device.type == "cpu"
+
+
+def test_what_is_given_stays_as_it_is(tmp_path: Path) -> None:
+    """Rows and labels come to PyG's objects, not to those that were given: they may come again."""
+    torch = pytest.importorskip("torch")
+    data = pytest.importorskip("torch_geometric.data")
+    rows, labels = rows_of(200, (3,), np.float32, 1), np.arange(200) % 7
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    given = [data.Data(n_id=torch.arange(at, at + 9), edge_index=none, num_nodes=9) for at in (0, 50)]
+    typed = data.HeteroData()
+    typed["paper"].n_id = torch.arange(5)
+    with featstore.pack(tmp_path / "s", rows, arrays={"y": labels}) as store:
+        for mode in ("online", "compiled"):
+            twice = [*given, given[0]]
+            with store.loader(twice, attach="y", memory="64MiB", mode=mode, device="cpu") as loader:
+                for _ in range(2):
+                    for batch, one in zip(loader, twice, strict=True):
+                        np.testing.assert_array_equal(batch.x, rows[one.n_id])
+                        np.testing.assert_array_equal(batch.y, labels[one.n_id])
+    assert [sorted(one.keys()) for one in given] == [["edge_index", "n_id", "num_nodes"]] * 2
+    with featstore.pack(tmp_path / "t", {"paper": rows}) as store:
+        with store.loader([typed], memory="64MiB") as loader:
+            (batch,) = loader
+        np.testing.assert_array_equal(batch.sample["paper"].x, rows[:5])
+    assert list(typed["paper"].keys()) == ["n_id"]
 
 
 def test_a_set_epoch_is_called(store: Any) -> None:

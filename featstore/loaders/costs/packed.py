@@ -332,7 +332,7 @@ def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
     total, scanned = max(1.0, sum(asked.values())), 0.0
     for name, table in world.tables.items():
         inner = memory_bytes - packing_reader_bytes(memory_bytes, table.row_bytes)
-        sizes = packing_sizes(world.batches, table.row_bytes, inner)
+        sizes = packing_sizes(world.batches, table.rows, table.row_bytes, inner)
         scanned += sizes.episodes * table.data_bytes if asked[name] / total * laid.packed_bytes > 0 else 0
     reads = scanned / EXTENT_BYTES_MAX
     ids = world.batches * sum(world.seen.mean_asked(n) for n in world.tables)

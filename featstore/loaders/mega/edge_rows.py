@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from featstore.base.environment import MEMORY
 from featstore.errors import BudgetError
+from featstore.loaders.batch import check_numbered
 from featstore.loaders.mega.drawing import LocalSample
 from featstore.loaders.mega.largest import LargestDrawn
 from featstore.loaders.mega.sets import PartitionSets
@@ -70,5 +71,8 @@ class EdgeRows:
 
     def of(self, sample: LocalSample) -> dict[str, NDArray[Any]]:
         """The rows of a mini-batch's edges, by table. Raises what reading raises."""
-        rows: Any = self.reader.read({name: sample.e_id_of(of) for name, of in self._types.items()})
+        numbers = {name: sample.e_id_of(of) for name, of in self._types.items()}
+        for name, of_edges in numbers.items():
+            check_numbered(of_edges, f"edge_table={name!r}", self._types[name])
+        rows: Any = self.reader.read(numbers)
         return dict(rows)

@@ -274,6 +274,8 @@ class _Block:
 
 
 def _reader_memory(memory_bytes: int, needs: Sequence[TableNeed]) -> int:
-    """The reader's part of a loader's budget: more staging for larger ones, up to 16 MiB."""
+    """The reader's part of a loader's budget: more staging for larger ones, up to 16 MiB, or more where rows
+    are large."""
     beside = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, memory_bytes // 7))
+    beside = max(beside, 8 * max((need.row_bytes for need in needs), default=0))
     return own_bytes(memory_bytes, needs, beside)

@@ -146,7 +146,7 @@ class BudgetSplit:
     def _least_slots(self, table: Table, asked: Demand, kept: Mapping[str, int], rows: int) -> int:
         """Slots for so many rows of a mini-batch at once, or as many as one has."""
         rows, keeps = max(PIECES, min(rows, asked.expected(table.name))), kept.get(table.name, 0)
-        return min(table.rows, rows + (keeps + rows * (BESIDE_KEPT - 1) if keeps else 0))
+        return _at_most(table, rows + (keeps + rows * (BESIDE_KEPT - 1) if keeps else 0))
 
     def _piece_slots(
         self, tables: Mapping[str, Table], asked: Demand, kept: Mapping[str, int], piece_bytes: int
@@ -195,15 +195,16 @@ class BudgetSplit:
         tables = {name: self._store.tables[name] for name in least}
         # A node type that hardly occurs in the first mini-batch may occur more in others.
         weights = {
-            n: max(asked.expected(n), min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()
+            n: max(asked.expected(n), _at_most(t, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()
         }
         total, slots = sum(weights.values()), {}
         others = {name: self._map_bytes(name, count, claim_bytes) for name, count in least.items()}
         # What a table that fits whole leaves over is for the others.
-        for name in sorted(tables, key=lambda n: self._map_bytes(n, tables[n].rows) / weights[n]):
+        whole = {n: _at_most(t, layout.BUFFER_ROWS_MAX) for n, t in tables.items()}
+        for name in sorted(tables, key=lambda n: self._map_bytes(n, whole[n]) / weights[n]):
             own = others.pop(name)
             share = min(max(own, rest * weights[name] // total), rest - sum(others.values()))
-            slots[name] = min(tables[name].rows, self._slots_within(name, share, claim_bytes))
+            slots[name] = _at_most(tables[name], self._slots_within(name, share, claim_bytes))
             rest -= self._map_bytes(name, slots[name], claim_bytes)
             total -= weights[name]
         parts["under way"] += claim_bytes * sum(slots.values())
@@ -230,7 +231,8 @@ class BudgetSplit:
             raise BudgetError(
                 smallest, self._device_memory, "hold a mini-batch's rows on its devices (device_memory=)"
             )
-        return {name: min(slots[name], -(-t.rows // self._devices)) for name, t in tables.items()}
+        most = {n: min(-(-t.rows // self._devices), layout.BUFFER_ROWS_MAX) for n, t in tables.items()}
+        return {name: max(1, min(slots[name], most[name])) for name in tables}
 
     def _device_rows(self, batch_rows: int) -> int:
         """Rows of a mini-batch that belong on one device, about: ids are not spread evenly."""
@@ -252,6 +254,11 @@ class BudgetSplit:
     def padded(self, table: str, rows: int) -> int:
         """Bytes of so many rows, and what keeps those of the next table aligned."""
         return -(-rows * self._store.tables[table].row_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _at_most(table: Table, slots: int) -> int:
+    """So many slots, or as many as a table has rows; one where it has none."""
+    return max(1, min(table.rows, slots))
 
 
 def _held_at_least(asked: Demand, index: int | None, kept: bool) -> str:

@@ -31,6 +31,7 @@ from featstore import arguments as args
 from featstore.base.environment import MEMORY
 from featstore.base.sequences import known_length
 from featstore.base.state import position_of, state_of
+from featstore.base.warning import warn
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch, filled, wants_tensors
 from featstore.loaders.online.epoch import OnlineEpoch
@@ -115,6 +116,7 @@ class OnlineLoader(PrefetchingLoader):
         devices = [args.as_device(one, "device") for one in devices]
         self.overtake, self._device = args.as_flag(overtake, "overtake"), devices[0] if devices else None
         self._tensors = None if tensors is None else args.as_flag(tensors, "tensors")
+        self._named_alone: str | None = None  # the only table so far, that mini-batches have named
         if tensors:
             args.need_torch("tensors=True")
         if tensors is False and devices:
@@ -237,8 +239,16 @@ class OnlineLoader(PrefetchingLoader):
             if self._transfer is not None:
                 x = self._transfer(x)
         if len(self.extraction.buffers) == 1 and not (named and self.store.edge_types):
+            self._named_alone = next(iter(self.extraction.buffers)) if named else None
             batch = Batch(index, next(iter(ids.values())), next(iter(x.values())), sample)
         else:
+            if self._named_alone is not None:
+                warn(
+                    f"mini-batch {index:,} is the first with several tables, and those before, of "
+                    f"{self._named_alone!r} alone, had arrays as x and n_id: from here on both are mappings "
+                    "by table. They are so from the first on where each names all tables, of some with no ids"
+                )
+                self._named_alone = None
             batch = Batch(index, ids, x, sample)
         return filled(batch, x, self._device)
 

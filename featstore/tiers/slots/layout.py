@@ -68,6 +68,8 @@ RECORD = np.dtype(
     }
 )
 RECORD_BYTES = 32
+#: Places in the logs of two queues, 2 * slots each, are int32.
+BUFFER_ROWS_MAX = 2**29
 
 
 class SlotMap(NamedTuple):
@@ -106,8 +108,8 @@ def _parts(slots: int, policy: int, batches: int) -> list[tuple[str, np.dtype[An
 
 
 def _check(slots: int, policy: int, batches: int) -> None:
-    if not 1 <= slots < 2**31:
-        raise ArgumentError(f"a slot map has from 1 to {2**31 - 1:,} slots, not {slots:,}")
+    if not 1 <= slots <= BUFFER_ROWS_MAX:
+        raise ArgumentError(f"a buffer has from 1 to {BUFFER_ROWS_MAX:,} slots, not {slots:,}")
     if policy not in POLICIES.values():
         raise ArgumentError(f"no policy {policy}; there are {dict(POLICIES)}")
     if policy == MIN and not 1 <= batches < NEVER:

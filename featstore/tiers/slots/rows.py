@@ -51,8 +51,8 @@ def buffer_bytes(slots: int, row_bytes: int, policy: int, batches: int = 0) -> i
 
 
 def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) -> int:
-    """How many slots fit in so much memory. Raises BudgetError where none does."""
-    low, high = 0, min(memory_bytes // max(1, row_bytes), 2**31 - 1)
+    """How many slots fit in so much memory, BUFFER_ROWS_MAX at most. Raises BudgetError where none does."""
+    low, high = 0, min(memory_bytes // max(1, row_bytes), layout.BUFFER_ROWS_MAX)
     while low < high:
         middle = (low + high + 1) // 2
         if buffer_bytes(middle, row_bytes, policy, batches) <= memory_bytes:

@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from featstore.arguments import as_batches, as_choice, as_count, as_sequence, check_options
 from featstore.base.ids import parse_ids
 from featstore.errors import ArgumentError, BudgetError, IdError
-from featstore.tiers.slots.layout import HITS, MIN, MISSES, OPTIONS, POLICIES, STATIC, make_slot_map
+from featstore.tiers.slots.layout import (
+    BUFFER_ROWS_MAX,
+    HITS,
+    MIN,
+    MISSES,
+    OPTIONS,
+    POLICIES,
+    STATIC,
+    make_slot_map,
+)
 from featstore.tiers.slots.rows import parse_uses
 from featstore.tiers.slots.slots import NO_NEXT_USE, acquire, complete, release
 
@@ -42,7 +51,7 @@ def simulate(
         if isinstance(policy, str)
         else as_count(policy, "policy", 0)
     )
-    slots = as_count(slots, "slots", 1, 2**31 - 1)
+    slots = as_count(slots, "slots", 1, BUFFER_ROWS_MAX)
     check_options(options, OPTIONS, "a simulated buffer")
     as_batches(rows_by_batch, "rows_by_batch", functions=False)
     uses_of = (
