@@ -20,6 +20,8 @@ from featstore.loaders.online.loader import OnlineLoader
 ROWS = {"paper": 6000, "author": 3000}
 ROW_BYTES = {"paper": 1024, "author": 600}
 MIB = 1 << 20
+# Mini-batches of one table, and then of two: what they are made of is no matter here.
+pytestmark = pytest.mark.filterwarnings("ignore:mini-batch .* is the first with several tables")
 
 
 @pytest.fixture(scope="module")
