@@ -19,7 +19,6 @@ open, and lanes wait for that.
 
 A ring that has read for a while has the arena registered with the kernel, which then looks up no pages: a
 read of a page takes an eighth less of a core, a long one a twelfth. Forked children have none of it.
-liburing's functions come from :mod:`featstore.engine.liburing`.
 """
 
 from __future__ import annotations
@@ -182,10 +181,13 @@ class UringEngine(Engine):
             told, self._told = self._told, None
             if told is not None:
                 raise told
-            self._queue.append(_Shared(lane, min(max(1, self._working), worth_rings(lane))))
-            self._tell()
-
-    # How many rings work; all within the lock.
+            shared = _Shared(lane, min(max(1, self._working), worth_rings(lane)))
+            self._queue.append(shared)
+            try:
+                self._tell()
+            except BaseException:  # a ring cannot be started: nobody may read this later
+                self._queue.remove(shared)
+                raise
 
     def _set_wanted(self, wanted: int) -> None:
         self._wanted = wanted

@@ -185,7 +185,7 @@ class Making:
     @cached_property
     def samples(self) -> str:
         """What tells what is sampled here from others."""
-        return samples_of(self.given, self._links or self._batches)
+        return samples_of(self.store, self.given, self._links or self._batches)
 
     def _check_compiled(self) -> None:
         """Mini-batches are those of a trace that is compiled."""

@@ -13,6 +13,7 @@ from featstore.sampling.batches import bytes_in_memory, graph_bytes
 from featstore.storage.store import StoredGraph, Table
 from featstore.units import PAGE_BYTES
 
+_SLOT_BYTES = 72  # beside the row, of the default policy
 _BESIDE_ROW_BYTES = 24  # of a mini-batch, a node: its id, and what is planned with it
 
 
@@ -88,7 +89,8 @@ def plan_memory(
         "two mini-batches": 2 * nodes * (sizes.row_bytes + _BESIDE_ROW_BYTES),
     }  # fmt: skip
     loader["kept rows"] = memory_bytes - sum(loader.values())
-    kept = max(0.0, loader["kept rows"] / max(1, sizes.nodes * sizes.row_bytes))
+    slot_bytes = sizes.row_bytes + _SLOT_BYTES
+    kept = max(0.0, loader["kept rows"] / max(1, sizes.nodes * slot_bytes))
     return MemoryPlan(
         memory_bytes, Budget.smallest(tables, 0), reader, graph if sizes.edges else "none", loader, nodes,
         min(1.0, kept),

@@ -18,7 +18,8 @@ MODES = ("online", "compiled", "rolling", "partitions")
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Options of :meth:`featstore.Store.loader`. None is as good as not given.
+    """Options of :meth:`featstore.Store.loader`. None is as good as not given, but for ``mode``, ``memory``,
+    ``engine``, ``queue_depth``, ``verify`` and ``shared``, which have no None.
 
     Attributes:
         seeds: training nodes, ids or a mask of all nodes, or the name of an array in the store: the store
@@ -113,8 +114,11 @@ class LoaderOptions(TypedDict, total=False):
             another order every time, by ``seed`` and epoch.
         buffer: of mode compiled: a :class:`featstore.Buffer` over the store, for rows that ``disk=`` left
             there.
-        hubs, resident, replaced, passes, weights: of mode partitions, see
+        hubs, resident, replaced: of mode partitions, see
             :class:`featstore.loaders.mega.sets.PartitionSets`.
+        passes, weights: of mode partitions: how often a collection of partitions is gone through while it is
+            there, 1 to 4,096 times or ``"auto"``; whether mini-batches have ``weight``, which weighs edges
+            against the neighbours that were lost at the border.
     """
 
     seeds: Any

@@ -112,6 +112,7 @@ class RollingLoader(LoaderBase):
         self._traces: dict[int, Future[Trace]] = {}  # recorded, or being so, and not compiled yet
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
+        self._given_back = False
         self._done = NOTHING_YET  # of the episodes before the one that trains
         self._at = (0, 0)  # episode, mini-batches of it handed out
         self._remote: list[tuple[int, int]] = []  # rows of other hosts, and bytes, of each episode
@@ -281,10 +282,8 @@ class RollingLoader(LoaderBase):
 
     def close(self) -> None:
         """Stop preparing, and remove the episodes' files. May be called more than once."""
-        if self._closed:
-            return
         self._closed = True
-        if not self.here:
+        if self._given_back or not self.here:
             return  # nothing here is a forked child's to remove
         if self._loader is not None:
             self._loader.close()
@@ -300,5 +299,7 @@ class RollingLoader(LoaderBase):
             remove_episodes(self._packs, self._name, Disk())
         except BaseException:
             self._lock.release()  # what is left, the next one of this name removes, or `featstore gc`
+            self._given_back = True
             raise
         self._lock.release(remove=True)
+        self._given_back = True

@@ -19,16 +19,20 @@ from featstore.storage.store import OpenStore
 SAMPLED_BY = "a digest of seeds or links, seed, fanouts, graph and options of sampling"
 
 
-def samples_of(given: Given, batches: Any, others: Mapping[str, Any] | None = None) -> str:
-    """Of the seeds, the graph and how it is sampled, but not of how seeds are cut into mini-batches; of
-    mini-batches around links all that was said of them, as each is drawn at once. Empty where others were
-    given. ``others``: in place of some options."""
+def samples_of(
+    store: OpenStore, given: Given, batches: Any, others: Mapping[str, Any] | None = None
+) -> str:  # fmt: skip
+    """Of the seeds, the graph and how it is sampled, however these were said, but not of how seeds are cut
+    into mini-batches; of mini-batches around links all that was said of them, as each is drawn at once. Empty
+    where others were given. ``others``: in place of some options."""
     if isinstance(batches, LinkBatches | LinksOfRanks) and batches.alike:
         text = told(dict(batches.alike) | dict(others or {}))
     elif given.get("seeds") is None:
         return ""
     else:
-        what = {name: given.get(name) for name in ("seeds", "fanouts", "graph")}
+        graph = given.get("graph")
+        graph = next(iter(store.graphs)) if graph is None and len(store.graphs) == 1 else graph
+        what = {"seeds": _ids(store, given.get("seeds")), "fanouts": given.get("fanouts"), "graph": graph}
         what = {"seed": given.get("seed", 0)} | what | dict(others or {})
         text = repr(sorted((name, told(one)) for name, one in what.items()) + said_alike(given.said))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -41,7 +45,7 @@ def recorded_of(
     knows. ``ranks``: whose they are. ``of_a_step``: how seeds are cut."""
     if isinstance(store, WholeStore):  # hosts may have other numbers in each run
         ranks = [store.place.share(rank) for rank in ranks]
-    samples = samples_of(given, batches, {"seed": None, "seeds": _ids(store, given.get("seeds"))})
+    samples = samples_of(store, given, batches, {"seed": None})
     text = f"{samples} {list(ranks)} {sorted(of_a_step.items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16] if samples else None
 

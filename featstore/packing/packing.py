@@ -71,7 +71,8 @@ def pack(
     has the same options.
 
     What is of a table (``graph`` to ``graph_key`` without ``arrays``, and ``train``) may be given once for
-    all tables, or as a mapping of table names to values.
+    all tables (``graph``, ``permutation`` and ``node_keys`` where there is one), or as a mapping of table
+    names to values.
 
     Args:
         out: the store's directory; made if it does not exist.

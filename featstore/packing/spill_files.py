@@ -19,7 +19,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.compilation import njit
 from featstore.base.files import RegularFile
 from featstore.base.native import address_of, memcpy
-from featstore.base.system import submitted
+from featstore.base.system import room_for_files, submitted
 from featstore.base.threads import thread_pool
 from featstore.errors import BudgetError, SourceError
 from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, save_progress, source_blocks
@@ -157,12 +157,16 @@ class _SpillFiles:
         for _ in range(3):
             self._spare.put(aligned_buffer(capacity))
         self.addresses = np.array([address_of(b) for b in self._buffers], np.int64)
+        room_for_files(plan.buckets)
         self._files: list[File] = []
-        for bucket in range(plan.buckets):
-            file = job.disk.create(spill_path(job, bucket), keep=True, direct=True)
-            job.disk.truncate(file, int(self.offset[bucket]))
-            self._files.append(file)
-        self._keep_partial_rows()
+        try:
+            for bucket in range(plan.buckets):
+                self._files.append(job.disk.create(spill_path(job, bucket), keep=True, direct=True))
+                job.disk.truncate(self._files[bucket], int(self.offset[bucket]))
+            self._keep_partial_rows()
+        except BaseException:
+            self._close_files()
+            raise
         self._pool = thread_pool(2, "featstore-spill")
         self._pending: list[Future[None]] = []
 
@@ -213,6 +217,9 @@ class _SpillFiles:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._files:
             self.job.disk.close(file)
 

@@ -213,9 +213,13 @@ class SharedTier(OwnedTier):
             return
         self._closed = True
         shut_down(self._pool)
-        for _ in range(_THREADS):  # who reads in a thread of his own comes to an end
-            self._serving.acquire()
-        self._serving.release(_THREADS)
+        taken = 0
+        try:
+            while taken < _THREADS:  # who reads in a thread of his own comes to an end
+                self._serving.acquire()
+                taken += 1
+        finally:  # who was interrupted may close again
+            self._serving.release(taken)
         for client in (self._first, *self._idle):
             client.close()
 

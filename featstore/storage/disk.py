@@ -264,9 +264,12 @@ class Disk:
         self, file: File, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]
     ) -> None:
         offset = 0
-        for piece in data if isinstance(data, Iterator) else (data,):
-            self.write(file, offset, piece)
-            offset += len(piece)
+        try:
+            for piece in data if isinstance(data, Iterator) else (data,):
+                self.write(file, offset, piece)
+                offset += len(piece)
+        finally:  # a traceback would keep it, and what it holds
+            getattr(data, "close", lambda: None)()
         self.fsync(file)
 
     def _temporary(self, path: Path) -> File:

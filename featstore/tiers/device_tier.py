@@ -9,7 +9,7 @@ copied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -281,9 +281,23 @@ class DeviceTier(OverSource):
             if self._todo and len(begun) < _DEPTH and self._begin(self._todo[0][0]):
                 begun.append(self._todo.popleft())
             elif begun:
-                self._finish(*begun.popleft())
+                job, target = begun.popleft()
+                self._finish(job, target)
+                if job.error is not None:
+                    self._take_over(begun)
             else:
                 self._wake.wait(1.0)
+
+    @staticmethod
+    def _take_over(begun: Iterable[tuple[_Job, Any]]) -> None:
+        """Rows that a failed piece was to bring are asked for by the first one that waits for them. Were they
+        by one that is begun later, that one would wait for its turn, and those before it for the rows."""
+        for job, _ in begun:
+            if job.ticket is not None and job.error is None:
+                try:
+                    job.ticket.done()
+                except BaseException as error:
+                    job.error = error
 
     def _begin(self, job: _Job) -> bool:
         """Take slots; False where others under way hold too many."""

@@ -104,11 +104,15 @@ def _encoded(header: _Header, tables: Tables) -> Iterator[bytes | NDArray[np.uin
     yield data
     for table, pieces in tables.items():
         left = header.tables[table]
-        for ids in pieces():
-            left -= len(ids)
-            raw = np.ascontiguousarray(ids, "<i8").view(np.uint8)
-            checksum = zlib.crc32(raw.data, checksum)
-            yield raw
+        some = pieces()
+        try:
+            for ids in some:
+                left -= len(ids)
+                raw = np.ascontiguousarray(ids, "<i8").view(np.uint8)
+                checksum = zlib.crc32(raw.data, checksum)
+                yield raw
+        finally:  # they may hold what others wait for
+            getattr(some, "close", lambda: None)()
         if left:
             raise SourceError(
                 f"the rows of table {table!r} changed while they were written down: save them again"

@@ -25,11 +25,13 @@ from featstore.errors import (
     BudgetError,
     ClosedError,
     CorruptionError,
+    DeviceError,
     FeatstoreError,
     FormatError,
     SourceError,
 )
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.sources import none_goes_on
 from featstore.trace.trace import Trace
 
 BATCHES, ROWS = 11, 400
@@ -141,6 +143,25 @@ def test_a_read_that_fails_ends_the_round_and_no_more(case: Case, tmp_path: Path
                 list(loader)
             path.write_bytes(whole)
             case.check(loader, range(BATCHES))
+
+
+def test_what_one_store_refuses_ends_what_the_other_reads() -> None:
+    """Nothing is left that writes into memory which is used again."""
+    begun: list[Any] = []
+
+    class Begun:
+        def abandon(self) -> None:
+            begun.append("abandoned")
+
+    with pytest.raises(DeviceError), none_goes_on([Begun(), Begun()]):  # type: ignore[list-item]
+        raise DeviceError(5, "there", 0)
+    assert begun == ["abandoned"] * 2
+    with pytest.raises(KeyboardInterrupt), none_goes_on([Begun()]):  # type: ignore[list-item]
+        raise KeyboardInterrupt
+    assert len(begun) == 3
+    with none_goes_on([Begun()]):  # type: ignore[list-item]
+        pass
+    assert len(begun) == 3
 
 
 def test_two_threads_get_right_rows_or_an_error(case: Case, loader: Any) -> None:

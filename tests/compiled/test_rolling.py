@@ -439,3 +439,26 @@ def test_mini_batches_of_pyg_are_compiled(tmp_path: Path) -> None:
                 assert type(batch.sample) is pyg.Data
                 assert torch.equal(batch.x, data.x[batches[k].n_id])
                 assert torch.equal(batch.edge_index, edges[:, :k])
+
+
+def test_closing_that_is_interrupted_is_gone_on_with(
+    store: featstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = rolling(store, name="again")
+    check(iter(loader), 0, BATCHES)
+    real, calls = loader._sampler.end, []
+
+    def end() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real()
+
+    monkeypatch.setattr(loader._sampler, "end", end)
+    with pytest.raises(KeyboardInterrupt):
+        loader.close()
+    loader.close()
+    loader.close()
+    assert len(calls) == 2
+    assert not [path for path in (store.path / "packs").iterdir() if path.name.startswith("again")]
+    rolling(store, name="again").close()  # the name is free

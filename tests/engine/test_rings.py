@@ -227,6 +227,23 @@ def test_where_warnings_are_errors_reading_goes_on(
     assert (raised, made.threads) == (1, 1)
 
 
+def test_a_lane_that_was_refused_is_never_read(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path / "table", 4000, 400, "direct")
+    read_some(bench, made, 1)
+
+    def refuse() -> None:
+        raise MemoryError("no room for a ring")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_tell", refuse)
+        with pytest.raises(MemoryError):
+            read_some(bench, made, 1)
+    assert made._queue == []
+    read_some(bench, made, 2)
+
+
 def test_the_number_settles_where_cores_come_and_go() -> None:
     """Beside steps that take a core for some milliseconds and give it back, changes become rare; once the
     load stays, one window is enough again."""

@@ -416,6 +416,25 @@ def test_with_a_few_threads_all_rows_come(made: Path, monkeypatch: pytest.Monkey
     assert all(done == extents for done, extents in ended)
 
 
+def test_the_limit_of_open_files_is_raised_for_what_needs_it(tmp_path: Path, small_chunks: None) -> None:
+    """The soft one, for a table of many chunk files; the hard one stays."""
+    rows = np.random.default_rng(0).integers(0, 256, (600, 4096), np.uint8)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def work() -> bool:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+        permutation = np.arange(600)[::-1].copy()
+        with (
+            featstore.pack(tmp_path / "s", rows, order="permutation", permutation=permutation) as store,
+            store.reader(memory="8MiB", static=None) as reader,
+        ):
+            same = bool((reader.read(np.arange(600)) == rows).all())
+            many = store.tables["features"].layout.chunks > 120
+        return same and many and resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
+
+    assert in_child(work) == 0
+
+
 def test_no_more_memory(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mmap
 

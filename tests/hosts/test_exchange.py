@@ -385,6 +385,32 @@ def test_hosts_that_have_not_the_same_refuse(store: featstore.Store, arrays: dic
         assert f"of {number}" in str(error)
 
 
+def test_hosts_compare_more_than_a_message_has_room_for(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    """As names of thousands of tables are."""
+    wires, used = Wires(2), {"float32": arrays["float32"]}
+    of = {"float32": (np.arange(ROWS) % 2).astype(np.uint8)}
+    names = [f"table {number}" for number in range(20_000)]
+
+    def come(told: tuple[int, list[str]]) -> Any:
+        try:
+            return Host(store, used, of, wires, told[0], 1 << 16, SECONDS, {"tables": told[1]})
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(come, enumerate([names, list(names)])))
+        assert all(isinstance(host, Host) for host in made), made
+        list(pool.map(lambda host: host.exchange.close(), made))
+        wires = Wires(2)
+        refused = list(pool.map(come, enumerate([names, [*names[:-1], "another"]])))
+    for error in refused:
+        assert isinstance(error, SourceError)
+        assert "tables differ" in str(error)
+        assert len(str(error)) < 4000
+
+
 def test_what_is_asked_after_closing_fails(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
     """Instead of waiting for ever, while others are still served and after."""
     ids = {"float32": np.arange(ROWS)}

@@ -135,6 +135,13 @@ def test_copies_are_read_by_their_own_host_alone(folder: Path) -> None:
             assert sum(plan.hits.values()) > 0
 
 
+def test_more_copies_than_can_be_counted_are_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr("featstore.hosts.copies.COPIES_MAX", 10)
+    assert DiskCopies(np.arange(0, 40, 4), 100, "x").find(np.array([8, 9])).tolist() == [2, -1]
+    with pytest.raises(SourceError, match="11 rows of other rows' copies, at most 10"):
+        DiskCopies(np.arange(0, 44, 4), 100, "x")
+
+
 def test_what_putting_copies_in_order_takes_is_of_the_budget(folder: Path, monkeypatch: Any) -> None:
     """And not held beside what serves: they are put in order first."""
     monkeypatch.setattr(DiskCopies, "opening_bytes", staticmethod(lambda rows: rows << 16))

@@ -456,6 +456,7 @@ def test_what_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options, says in (
         ({"shared": True}, "shared='my-run'"),
         ({"shared": "x", "device": "cpu"}, "device= is of one process"),
+        ({"shared": "x", "overtake": True}, "leave one of overtake= and shared= out"),
         ({"shared": ""}, "shared"),
     ):
         with pytest.raises(ArgumentError, match=says):

@@ -53,6 +53,27 @@ def test_labels_come_along(store: Any, mode: str, tensors: bool) -> None:
             assert torch.equal(batch.pyg().label, batch.label)
 
 
+def test_a_state_is_of_the_same_seeds_however_they_are_said(store: Any) -> None:
+    options: dict[str, Any] = {"fanouts": (3,), "batch_size": 50, "memory": "64MiB"}
+    with store.loader(seeds="train", **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        rest = [batch.n_id for batch in batches]
+    mask = np.zeros(NODES, bool)
+    mask[TRAIN] = True
+    for said in ({"seeds": TRAIN}, {"seeds": mask, "graph": "features"}, {"seeds": TRAIN.tolist()}):
+        with store.loader(**options | said) as loader:
+            loader.load_state_dict(state)
+            for batch, expected in zip(loader, rest, strict=True):
+                np.testing.assert_array_equal(batch.n_id, expected)
+    with (
+        store.loader(seeds=TRAIN[::-1], **options) as loader,
+        pytest.raises(ArgumentError, match="other mini-batches"),
+    ):
+        loader.load_state_dict(state)
+
+
 def test_pygs_objects_have_rows_of_any_dtype_that_torch_has(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("torch_geometric")

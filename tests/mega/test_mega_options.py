@@ -155,3 +155,21 @@ def test_the_budget_that_the_error_names_works(name: str, store: featstore.Store
         loader_of(store, world, memory=1, **OPTIONS[name])
     with loader_of(store, world, memory=caught.value.needed_bytes, **OPTIONS[name]) as loader:
         assert sum(batch.batch_size for batch in loader) == len(world.train)
+
+
+def test_rows_larger_than_what_a_reader_has_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rows of some MiB are; and the memory that the error names works."""
+    for name in ("_READER_BYTES_MIN", "_READER_BYTES_MAX"):
+        monkeypatch.setattr(f"featstore.loaders.mega.loading.{name}", 700 << 10)
+    rows = np.random.default_rng(0).integers(0, 256, (48, 1 << 18), np.uint8)
+    ring = np.stack([np.arange(48), (np.arange(48) + 1) % 48])
+    how: dict[str, Any] = {"mode": "partitions", "seeds": np.arange(48), "fanouts": (2,), "batch_size": 8}
+    with featstore.pack(tmp_path / "s", rows, graph=ring, order="ldg", partitions=8) as store:
+        with pytest.raises(BudgetError) as error:
+            store.loader(**how, memory="4MiB")
+        for memory in (error.value.needed_bytes, "1GiB"):
+            with store.loader(**how, memory=memory) as loader:
+                for batch in loader:
+                    assert (batch.x == rows[batch.n_id]).all()

@@ -24,7 +24,7 @@ from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedError, DeviceError, IdError
 from featstore.reader.reader import Reader
 from featstore.tiers.buffer import FeatureBuffer
-from featstore.tiers.slots import layout
+from featstore.tiers.slots import layout, slots
 from featstore.tiers.slots.rows import buffer_bytes, slots_for
 from featstore.tiers.tickets import Ticket
 
@@ -549,6 +549,33 @@ def test_switching_waits_for_reads_that_nobody_wants_any_more(reader: Reader, fe
             ids = np.arange(ROWS)[turn % 7 :: 9][:50]
             buffer.begin(ids).release()  # its read goes on
             buffer.switch(("lru", "fifo")[turn % 2])
+            with buffer.begin(ids) as ticket:
+                np.testing.assert_array_equal(buffer.gather(ticket), features[ids])
+
+
+def test_switching_that_fails_half_way_keeps_no_row(
+    reader: Reader, features: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than one that has moved since."""
+    policies = [name for name in layout.POLICIES if name != "min"]
+    monkeypatch.setattr("featstore.tiers.slots.rows._MOVED_BYTES", 7 * 400)
+    with FeatureBuffer(reader, slots=60, policy="fifo", policies=policies) as buffer:
+        with buffer.begin(np.arange(50)) as ticket:
+            buffer.gather(ticket)
+        real, calls = slots.acquire, []
+
+        def acquire(*given: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise MemoryError("no room")
+            return real(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("featstore.tiers.slots.rows.sl.acquire", acquire)
+            with pytest.raises(MemoryError):
+                buffer.switch("lru")
+        assert buffer.policy_name == "lru"
+        for ids in (np.arange(50), np.arange(900, 960), np.arange(20)):
             with buffer.begin(ids) as ticket:
                 np.testing.assert_array_equal(buffer.gather(ticket), features[ids])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import featstore
 from featstore.errors import DiskFullError, FeatstoreError, SourceError
 from featstore.loaders.online import extraction
 from featstore.loaders.online.loader import OnlineLoader
+from featstore.storage.disk import Disk
 from featstore.tiers import saved
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots import contents, layout
@@ -301,6 +303,26 @@ def test_a_save_that_fails_leaves_the_old_cache(tmp_path: Path, code: int | None
         failed += 1
     assert failed > 10
     assert loaded(store) == {name: list(range(500, 800)) for name in "abc"}
+
+
+def test_a_save_that_fails_holds_nothing_of_its_source(tmp_path: Path) -> None:
+    """Whoever keeps the error keeps no lock of a buffer."""
+    store, lock = store_of(tmp_path / "s", {"a": 100}), threading.Lock()
+
+    def held() -> Iterator[Any]:
+        with lock:
+            yield from (np.arange(low, low + 10) for low in range(0, 50, 10))
+
+    class Full(Disk):
+        def write(self, file: Any, offset: int, data: Any) -> None:
+            if offset > 100:
+                raise DiskFullError(file.path, 0, 0, errno.ENOSPC)
+            super().write(file, offset, data)
+
+    with pytest.raises(DiskFullError) as error:
+        saved.save(store, "c", {"a": held}, disk=Full())
+    assert error.value.__traceback__ is not None
+    assert not lock.locked()
 
 
 def test_a_source_that_fails_or_changes_leaves_the_old_cache(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@ and engine."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.engine import ENGINES
-from featstore.errors import BudgetError
+from featstore.errors import BudgetError, DiskFullError
+from featstore.storage.disk import Disk
 
 DTYPES = [
     "bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "longdouble",
@@ -142,6 +146,25 @@ def test_rows_longer_than_what_a_spill_gathers(
         with pack(tmp_path / "store", data, memory=memory, order="permutation",
                   permutation=rng.permutation(rows), overwrite=True) as store:  # fmt: skip
             check(store, data, rng)
+
+
+def test_a_spill_that_cannot_begin_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Disk):
+        def truncate(self, file: Any, size: int) -> None:
+            if file.path.name.endswith(".2"):
+                raise DiskFullError(file.path, size, 0, errno.ENOSPC)
+            super().truncate(file, size)
+
+    monkeypatch.setattr("featstore.packing.permute.fits_in_memory", lambda job: False)
+    data = np.random.default_rng(0).integers(0, 256, (100_000, 400), np.uint8)
+    how: dict[str, Any] = {"order": "permutation", "permutation": np.arange(100_000)[::-1].copy()}
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(DiskFullError):
+        featstore.pack(tmp_path / "s", data, memory="12MiB", disk=Full(), **how)
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_rows_of_forty_kilobytes_in_many_files(tmp_path: Path, pack: Any, small_chunks: None) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.engine.request import Request
-from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError, IdError
 from featstore.storage.store import Table
 from featstore.testing import ArraySource, check_source, check_tier
 from featstore.tiers import RowSource
@@ -452,3 +452,24 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         store.reader(**options)
+
+
+def test_a_corrupt_page_ends_every_piece_that_wants_it(own: Path, features: Any) -> None:
+    """One piece takes a row over from another that has failed, and none waits for one that is begun later."""
+    chunk = next(p for p in sorted(own.rglob("*")) if p.is_file() and p.stat().st_size >= 16 * 1024)
+    data = bytearray(chunk.read_bytes())
+    data[7] ^= 1
+    chunk.write_bytes(data)
+    with featstore.open(own) as store, store.reader(memory="4MiB", static=None) as reader:
+        bad = [
+            n for n in range(len(features)) if isinstance(reader.submit([n]).exception(20), CorruptionError)
+        ]
+        assert 5 < len(bad) < 30
+        good = np.setdiff1d(np.arange(len(features)), bad)
+        rng = np.random.default_rng(0)
+        with store.reader(memory="8MiB", tiers=[featstore.Device("cpu", "100KiB")]) as stacked:
+            for _ in range(20):
+                requests = [stacked.submit(np.append(rng.choice(good, 20), bad[0])) for _ in range(9)]
+                for request in requests:
+                    assert isinstance(request.exception(20), CorruptionError)
+            np.testing.assert_array_equal(stacked.read(good), features[good])

@@ -34,8 +34,8 @@ _SPREAD_MAX = 0.5
 def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: bool) -> None:
     """Measure the device that holds PATH, a store or a directory, and keep the result for all readers.
 
-    A store with less than 512 MiB of data, or a directory without one, gets a temporary store beside it. Let
-    nothing else use the device meanwhile.
+    A store whose largest table has less than 512 MiB, or a directory without one, gets a temporary store
+    beside it. Let nothing else use the device meanwhile.
     """
     from featstore.engine import ENGINES
     from featstore.measure.calibrate import keep, measure

@@ -17,7 +17,7 @@ from featstore.layout.records import TableRecord
 from featstore.loaders.batch import Batch, filled, ids_of, wants_tensors
 from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
-from featstore.loaders.compiled.sources import CompiledSources, Record, TablePart
+from featstore.loaders.compiled.sources import CompiledSources, Record, TablePart, none_goes_on
 from featstore.trace.sample_decoder import decode
 
 if TYPE_CHECKING:
@@ -118,8 +118,9 @@ class Assembly:
     def wait(self, group: Pending) -> None:
         """Wait for the reads."""
         begin = time.perf_counter()
-        for request in group.requests:
-            request.result()
+        with none_goes_on(group.requests):
+            for request in group.requests:
+                request.result()
         self._stages.add("read wait", time.perf_counter() - begin)
 
     def assemble(self, done: Member) -> None:

@@ -13,7 +13,7 @@ from featstore.base.compilation import njit
 from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.layout.records import TableRecord
-from featstore.loaders.compiled.sources import CompiledSources, TablePart
+from featstore.loaders.compiled.sources import CompiledSources, TablePart, none_goes_on
 
 
 @njit(cache=True, nogil=True)
@@ -68,11 +68,13 @@ class ResidentSlots:
             begun[lost] = np.flatnonzero(~taken)[: len(lost)]
             self._slot_of[number] = held[begun]
             if len(lost):
-                self._sources.pack.submit(
+                request = self._sources.pack.submit(
                     {table.resident: lost},
                     out={table.resident: self._rows(number)},
                     at={table.resident: self._slot_of[number][lost]},
-                ).result()
+                )
+                with none_goes_on([request]):
+                    request.result()
 
     def exchange(self, number: int, record: TableRecord, out: NDArray[np.uint8]) -> None:
         """Copy what a mini-batch finds here into ``out``, the bytes of its rows, fill those that stand there
@@ -97,8 +99,10 @@ class ResidentSlots:
                 moved = np.full(record.host_count, -1, np.int32)
                 moved[record.brought_place(record.admit_place[wanted])] = record.admit_slot[wanted]
                 parts.append(TablePart(number, record, self._rows(number), moved=moved))
-            for request in self._sources.submit(parts):
-                request.result()
+            requests = self._sources.submit(parts)
+            with none_goes_on(requests):
+                for request in requests:
+                    request.result()
 
     def _records(self, indices: Sequence[int]) -> Iterator[tuple[int, list[TableRecord]]]:
         """The records of these mini-batches, as many read together as a loader has room for."""

@@ -3,7 +3,8 @@ store; and the records that say so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,15 +99,29 @@ class CompiledSources:
             packed.add(table.packed, part, run, record.packed_place)
             packed.add(table.shared, part, record.shared_row, record.shared_place)
             base.add(name, part, record.base_row, record.base_place)
-        requests = [packed.submit(self.pack.submit)] if packed else []
-        if base:
-            if self._base is None:
-                raise CorruptionError(
-                    self.compiled.pack.path, None, "no rows of the base store, as its manifest says",
-                    "a record with some", _ADVICE,
-                )  # fmt: skip
-            requests.append(base.submit(self._base.submit))
+        if base and self._base is None:
+            raise CorruptionError(
+                self.compiled.pack.path, None, "no rows of the base store, as its manifest says",
+                "a record with some", _ADVICE,
+            )  # fmt: skip
+        requests: list[Request] = []
+        with none_goes_on(requests):
+            if packed:
+                requests.append(packed.submit(self.pack.submit))
+            if base and self._base is not None:
+                requests.append(base.submit(self._base.submit))
         return requests
+
+
+@contextmanager
+def none_goes_on(requests: Sequence[Request]) -> Iterator[None]:
+    """Where what is inside fails or is interrupted, none of these requests writes into its memory after."""
+    try:
+        yield
+    except BaseException:
+        for request in requests:
+            request.abandon()
+        raise
 
 
 class _Wanted:

@@ -58,8 +58,9 @@ def auto(
             return Taken("online", f"{name}= is of mode online alone", None)
     if own is None and not repeats:
         return Taken(
-            "online", "mini-batches of another sampler are not gone through beforehand, which could change "
-            "them: loader_costs does, and repeat=True says that they stay the same", None,
+            "online", "mini-batches of another sampler, around links, of edge types, and of seeds with times "
+            "of their own or that stand twice are not gone through beforehand, which could change them: "
+            "loader_costs does, and repeat=True says that they stay the same", None,
         )  # fmt: skip
     wanted = Training(
         batches, given.get("nodes"), own, memory_bytes, given["disk"], repeats, epochs, step, LOOKED_SECONDS,

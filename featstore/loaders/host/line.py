@@ -49,17 +49,20 @@ class Line:
     def say(self, *message: Any, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message. One to somebody who is gone is lost: who hears from him learns that."""
         try:
-            with contextlib.suppress(IndexError):
-                while True:
-                    self.socket.send(self._unsaid.popleft())
+            self._say_rest()
             socket.send_fds(self.socket, [pickle.dumps(message)], descriptors)
         except OSError as error:
             if error.errno not in _GONE:
                 raise refusal(error, "the ranks of this host", "speak to") from error
 
+    def _say_rest(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self.socket.send(self._unsaid.popleft())
+
     def mention(self, *message: Any) -> None:
-        """As :meth:`say`, without ever waiting: where that would be needed, it is said with what is said
-        next."""
+        """As :meth:`say`, without ever waiting: where that would be needed, it is said with what is said, or
+        before anything is heard, next."""
         data = pickle.dumps(message)
         try:
             self.socket.send(data, socket.MSG_DONTWAIT)
@@ -74,6 +77,8 @@ class Line:
         gone. Raises WaitTimeoutError."""
         if self.socket.fileno() < 0:
             return None, []
+        with contextlib.suppress(OSError):  # what is heard may be the answer to it
+            self._say_rest()
         if timeout is not None and not heard_from([self.socket], timeout):
             raise WaitTimeoutError(f"a rank of this host has said nothing for {timeout:.0f} seconds")
         for _ in range(2):  # messages may stand before the end that a reset tells of

@@ -58,6 +58,11 @@ def place_of(
                 f"{name}= is of one process, and shared= hands out mini-batches in host memory: move them in "
                 "the loop, x.to(device)"
             )
+    if own.get("overtake"):
+        raise ArgumentError(
+            "overtake=True hands out whichever mini-batch is ready, and ranks that share a loader have "
+            "theirs in their order: leave one of overtake= and shared= out"
+        )
     if shared is not True:
         as_text(shared, "shared, unless True or False,")
     said = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
