@@ -310,13 +310,14 @@ class MassiveGNNTier(OverSource):
 
         def arrived(_: Any) -> None:
             error = below.exception()
-            if error is None:
-                come = below.result()
-                for name, misses, places, slots, at_slots in moves:
+            try:
+                for name, misses, places, slots, at_slots in moves if error is None else ():
                     if straight:
                         self._put(name, out[name], 0, places, slots, places[at_slots], out[name])
                     else:
-                        self._put(name, come[name], misses, places, slots, at_slots, out[name])
+                        self._put(name, below.result()[name], misses, places, slots, at_slots, out[name])
+            except BaseException as failure:  # of memory: whoever waits must hear of it
+                error = failure
             request.close_piece(below, error)
 
         if any(len(slots) for _, _, _, slots, _ in moves):

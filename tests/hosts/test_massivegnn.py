@@ -140,7 +140,7 @@ def test_every_row_is_the_sources_and_none_is_asked_for_twice(
         assert set(np.flatnonzero(held).tolist()) == set(plain.stay)
 
 
-@pytest.mark.parametrize("how", ["cancel", "fail", "refuse"])
+@pytest.mark.parametrize("how", ["cancel", "fail", "refuse", "put"])
 def test_rows_that_did_not_come_are_fetched_again(
     small: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -169,6 +169,11 @@ def test_rows_that_did_not_come_are_fetched_again(
         with pytest.raises(PeerError):
             read(misses)
         below.error = None
+    elif how == "put":
+        with monkeypatch.context() as patched:
+            patched.setattr(tier, "_put", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                read(misses)
     else:
         with monkeypatch.context() as patched:
             patched.setattr(below, "submit", lambda *_, **__: 1 / 0)
