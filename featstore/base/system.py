@@ -98,10 +98,10 @@ def room_for_files(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or count < _FILES_AT_ONCE:
         return
-    wanted = len(os.listdir("/proc/self/fd")) + 2 * count + _FILES_AT_ONCE
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if most > soft:
-        with suppress(OSError, ValueError):  # then it is as it was, and opening says what is lacking
+    with suppress(OSError, ValueError):  # then it is as it was, and opening says what is lacking
+        wanted = len(os.listdir("/proc/self/fd")) + 2 * count + _FILES_AT_ONCE
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if most > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 

@@ -165,7 +165,7 @@ class Batch:
             data.e_id = _tensor(numbers, "e_id")
         for name, value in vars(self).items():
             if name not in _OWN:
-                data[name] = _tensor(value, name)
+                data[name] = _tensor(value, name) if isinstance(value, np.ndarray) else value
         return data
 
     def _hetero(self) -> Any:
@@ -203,7 +203,9 @@ class Batch:
 
 
 def _tensor(values: Any, name: str) -> Any:
-    """An array as a tensor; what is none stays as it is. Raises ArgumentError."""
+    """An array, or a list of numbers, as a tensor; what is one stays as it is. Raises ArgumentError."""
+    if isinstance(values, list | tuple):
+        values = np.asarray(values)
     if not isinstance(values, np.ndarray):
         return values
     from featstore.base.tensors import as_tensor

@@ -12,6 +12,7 @@ same mini-batches.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -112,7 +113,7 @@ class RollingLoader(LoaderBase):
         self._traces: dict[int, Future[Trace]] = {}  # recorded, or being so, and not compiled yet
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
-        self._given_back = False
+        self._given_back, self._closing = False, threading.RLock()
         self._done = NOTHING_YET  # of the episodes before the one that trains
         self._at = (0, 0)  # episode, mini-batches of it handed out
         self._remote: list[tuple[int, int]] = []  # rows of other hosts, and bytes, of each episode
@@ -283,8 +284,15 @@ class RollingLoader(LoaderBase):
     def close(self) -> None:
         """Stop preparing, and remove the episodes' files. May be called more than once."""
         self._closed = True
-        if self._given_back or not self.here:
+        if not self.here:
             return  # nothing here is a forked child's to remove
+        with (
+            self._closing
+        ):  # by whoever waits for another that closes it, or goes on where one was interrupted
+            if not self._given_back:
+                self._give_back()
+
+    def _give_back(self) -> None:
         if self._loader is not None:
             self._loader.close()
         self._worker.shutdown(wait=True, cancel_futures=True)  # it may wait for what is sampled

@@ -31,7 +31,7 @@ def samples_of(
         return ""
     else:
         graph = given.get("graph")
-        graph = next(iter(store.graphs)) if graph is None and len(store.graphs) == 1 else graph
+        graph = None if len(store.graphs) == 1 and graph in store.graphs else graph  # it need not be said
         what = {"seeds": _ids(store, given.get("seeds")), "fanouts": given.get("fanouts"), "graph": graph}
         what = {"seed": given.get("seed", 0)} | what | dict(others or {})
         text = repr(sorted((name, told(one)) for name, one in what.items()) + said_alike(given.said))

@@ -159,7 +159,8 @@ class Orders:
             check_rankable(layout.rows)
             held = graph.held_bytes
             maps = 2 * node_dtype(layout.rows).itemsize * layout.rows
-            needed = held + maps + degree_memory_bytes(layout.rows)
+            needed = held + degree_memory_bytes(layout.rows)
+            needed += maps if self.options.order[name] != "given" else 0
             if self.options.topology:
                 least = topology_memory_bytes(layout.rows, self.options.hub_rank, permuted=True)
                 needed = max(needed, held + maps + least)

@@ -255,7 +255,7 @@ class FeatureBuffer(Claims):
                 self._map = switch_policy(self.x, self._map, policy, self._map_memory, self._rows.row_bytes)
             except BaseException:  # some rows have moved: it is empty, and any policy's
                 self._map = layout.make_slot_map(self.slots, policy, memory=self._map_memory)
-                self.policy = policy
+                self._map.counts[COUNTED], self.policy = counted, policy
                 raise
             self._map.counts[COUNTED] = counted
             self.policy = policy

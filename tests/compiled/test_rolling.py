@@ -462,3 +462,25 @@ def test_closing_that_is_interrupted_is_gone_on_with(
     assert len(calls) == 2
     assert not [path for path in (store.path / "packs").iterdir() if path.name.startswith("again")]
     rolling(store, name="again").close()  # the name is free
+
+
+def test_two_threads_that_close_at_once(store: featstore.Store) -> None:
+    """As a rank's loop and the thread that hears that another rank has died."""
+    for _ in range(5):
+        loader = rolling(store, name="twice")
+        check(iter(loader), 0, 1)
+        errors: list[BaseException] = []
+
+        def close(loader: RollingLoader = loader, errors: list[BaseException] = errors) -> None:
+            try:
+                loader.close()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert errors == []
+        assert not [path for path in (store.path / "packs").iterdir() if path.name.startswith("twice")]

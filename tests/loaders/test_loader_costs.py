@@ -472,3 +472,11 @@ def test_a_forecast_that_fails_leaves_nothing(store: Any) -> None:
     with pytest.raises(BudgetError):
         forecast_once(store, batches_of(4), "costs", memory=1 << 20)
     assert (sorted(packs.iterdir()) if packs.exists() else None) == before
+
+
+def test_tables_of_which_nothing_is_asked_hit_nothing() -> None:
+    """As where each mini-batch names all tables, of some with no ids."""
+    uses = Uses.of([np.empty(0, np.int64)] * 6, 6, 1000)
+    assert uses.buffer_hit_rate(10, ("lru", "s3-fifo")) == 0
+    asked = Uses.of([np.arange(5) + 3 * number for number in range(6)], 6, 1000)
+    assert 0 < asked.buffer_hit_rate(10**6, ("lru",)) <= 1

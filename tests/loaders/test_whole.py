@@ -85,6 +85,12 @@ def test_pygs_objects_have_rows_of_any_dtype_that_torch_has(tmp_path: Path) -> N
             batch = next(iter(loader))
             assert batch.pyg().x.dtype == torch.bfloat16
             np.testing.assert_array_equal(batch.pyg().x.view(torch.int16), batch.x.view(np.int16))
+        row, col = [0, 1, 2], [1, 2, 0]
+        listed = [(np.arange(3), {"edge_index": (row, col), "batch_size": 1, "num_sampled_nodes": [1, 2],
+                                  "num_sampled_edges": [3], "more": [4, 5]})]  # fmt: skip
+        with store.loader(listed, memory="64MiB") as loader:
+            data = next(iter(loader)).pyg()
+            assert torch.equal(data.edge_index, torch.tensor([row, col]))
         with store.loader(**options, attach="name") as loader, pytest.raises(ArgumentError, match="'name'"):
             next(iter(loader)).pyg()
 

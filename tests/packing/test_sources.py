@@ -583,7 +583,7 @@ def test_ogb_folder(tmp_path: Path, arrow: bool, monkeypatch: pytest.MonkeyPatch
     assert open_rows(tmp_path).rows == 50
     check(open_rows(tmp_path), exact.astype(np.float32))
     for what in ({"key": "x"}, {"offset": 8}):
-        with pytest.raises(SourceError, match="leave"):
+        with pytest.raises(SourceError, match="by table"):
             open_rows(tmp_path, **what)
     for count, message in ((49, "more than the 49"), (51, "50 rows, 51 were expected")):
         write_gz(tmp_path / "raw/num-node-list.csv.gz", f"{count}\n")

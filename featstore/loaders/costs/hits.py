@@ -60,7 +60,7 @@ class Uses:
         return max(found)
 
     def _replayed(self, trace: list[NDArray[np.int64]], slots: int, policy: str) -> float:
-        m = make_slot_map(min(slots, sum(map(len, trace))), POLICIES[policy])  # more are never full
+        m = make_slot_map(max(1, min(slots, sum(map(len, trace)))), POLICIES[policy])  # more stay empty
         last = len(trace) // _EPOCHS
         for part in (trace[:-last], trace[-last:]):
             m.counts[[HITS, MISSES]] = 0

@@ -242,13 +242,13 @@ class OnlineLoader(PrefetchingLoader):
             self._named_alone = next(iter(self.extraction.buffers)) if named else None
             batch = Batch(index, next(iter(ids.values())), next(iter(x.values())), sample)
         else:
-            if self._named_alone is not None:
+            alone, self._named_alone = self._named_alone, None
+            if alone is not None:
                 warn(
                     f"mini-batch {index:,} is the first with several tables, and those before, of "
-                    f"{self._named_alone!r} alone, had arrays as x and n_id: from here on both are mappings "
+                    f"{alone!r} alone, had arrays as x and n_id: from here on both are mappings "
                     "by table. They are so from the first on where each names all tables, of some with no ids"
                 )
-                self._named_alone = None
             batch = Batch(index, ids, x, sample)
         return filled(batch, x, self._device)
 

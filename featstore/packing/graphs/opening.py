@@ -203,7 +203,9 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
                 f"{path}: no edge.csv.gz in it or in its raw folder; give the file with the edges"
             )
         if key is not None:
-            raise SourceError(f"{path}: the edges of an OGB folder have no key; leave it out")
+            raise SourceError(
+                f"{path}: the edges of an OGB folder have no key; leave it out, or give it by graph"
+            )
         return _open_ogb(folder, nodes, building)
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     suffix = plain.suffix.lower()

@@ -215,7 +215,7 @@ def _open_path(
             raise SourceError(f"{path}: offset= is for headless files; leave it out")
         return _open_columns(path, dtype, key if columns is None else columns, id, name)
     if offset and (is_directory(path) or suffix in NAMED_SUFFIXES):
-        raise SourceError(f"{path}: offset= is for headless files; leave it out")
+        raise SourceError(f"{path}: offset= is for headless files; leave it out, or give it by table")
     if is_directory(path):
         return _open_folder(path, dtype, key, name)
     single = _single_key(key, path)
@@ -281,7 +281,9 @@ def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: 
     raw = ogb_folder(path, "node-feat.csv.gz")
     if raw is not None:
         if key is not None:
-            raise SourceError(f"{path}: the rows of an OGB folder have no key; leave key out")
+            raise SourceError(
+                f"{path}: the rows of an OGB folder have no key; leave key out, or give it by table"
+            )
         return ogb_rows(raw, dtype=dtype, name=name)
     raise SourceError(
         f"{path}: neither a zarr array or group (zarr.json, .zarray) nor an OGB raw folder "
