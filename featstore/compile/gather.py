@@ -172,7 +172,7 @@ class Gathering:
                 appender.append(rows)
                 self._tell("gather", table.name, len(rows))
             appender.finish()
-            writer.finish(-(-table.layout.data_bytes // PAGE_BYTES))
+            writer.finish()
         finally:
             writer.close()
         catalogue_rows(catalogue, table.entry)

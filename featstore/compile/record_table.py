@@ -17,7 +17,6 @@ from featstore.storage.manifest import TableEntry
 from featstore.storage.rows_digest import add, mix_row
 from featstore.storage.table_writer import Appender, Catalogue, catalogue_rows
 from featstore.trace.log_format import checksum
-from featstore.units import PAGE_BYTES
 
 _APPEND_BYTES = 2**20
 
@@ -60,7 +59,7 @@ def write_records(
                 digest = add(digest, int(digest_bytes(record, begin, byte_crcs())))
                 appender.append(record)
             appender.finish()
-            writer.finish(-(-entry.layout.data_bytes // PAGE_BYTES))
+            writer.finish()
         finally:
             writer.close()
         catalogue_rows(catalogue, entry)

@@ -159,7 +159,7 @@ class TablePacking:
             if routes:
                 self._pack_routes(routes)
             for route in routes:
-                route.target.writer.finish(-(-route.target.layout.data_bytes // PAGE_BYTES))
+                route.target.writer.finish()
         finally:
             for route in routes:
                 route.target.writer.close()
@@ -222,7 +222,7 @@ class TablePacking:
                 out.write(writer, first * row_bytes // PAGE_BYTES, whole)
                 carried = out.data[whole * PAGE_BYTES : end]
                 self._tick("order", 2 * len(data))
-            writer.finish(-(-entry.layout.data_bytes // PAGE_BYTES))
+            writer.finish()
         finally:
             writer.close()
 

@@ -286,9 +286,7 @@ class RollingLoader(LoaderBase):
         self._closed = True
         if not self.here:
             return  # nothing here is a forked child's to remove
-        with (
-            self._closing
-        ):  # by whoever waits for another that closes it, or goes on where one was interrupted
+        with self._closing:  # another may be closing it, or have been interrupted
             if not self._given_back:
                 self._give_back()
 

@@ -41,7 +41,6 @@ from featstore.storage.table_writer import (
     zarr_group_json,
 )
 from featstore.storage.transaction import Transaction, graph_features
-from featstore.units import PAGE_BYTES
 
 _DISK_SLACK_BYTES = 1 << 20
 
@@ -283,7 +282,7 @@ def write_rows(transaction: Transaction, job: permute.PermuteJob, entry: TableEn
             permute.in_memory(job, writer)
         else:
             spill.spill(job, writer)
-        writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
+        writer.finish()
     finally:
         writer.close()
     if job.progress.written_digest != job.progress.source_digest:

@@ -187,7 +187,7 @@ def write_vector(
                 appender.append(data.view(np.uint8))
                 done += len(data)
             appender.finish()
-            writer.finish(-(-layout.data_bytes // PAGE_BYTES))
+            writer.finish()
         finally:
             writer.close()
         catalogue_rows(catalogue, entry)
@@ -292,10 +292,11 @@ class TableWriter:
         for directory in (self._chunk_path(0).parent, self._checksums.path.parent):
             self._disk.fsync_dir(directory)
 
-    def finish(self, written_pages: int) -> None:
+    def finish(self) -> None:
         """Give the last chunk file its final size, fill in the checksums of its padding, make all durable."""
         self.checkpoint()
         layout = self._layout
+        written_pages = -(-layout.data_bytes // PAGE_BYTES)
         if layout.chunks:
             last = self._disk.create(self._chunk_path(layout.chunks - 1), keep=True)
             try:

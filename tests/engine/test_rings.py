@@ -187,14 +187,20 @@ def test_never_more_than_asked_for_or_room_for(
     engine.close()
 
 
-def test_a_further_ring_that_cannot_be_is_told(
-    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refuse_further_rings(made: UringEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are asked for: the first one is busy."""
+
     def refuse(_: int) -> Any:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(made._library, "open_ring", refuse)
     Load(monkeypatch, 1.0)
+
+
+def test_a_further_ring_that_cannot_be_is_told(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_further_rings(made, monkeypatch)
     told: list[str] = []
     monkeypatch.setattr(ring_count, "warn", told.append)
     bench = Bench(tmp_path / "table", 4000, 400, "direct")
@@ -211,12 +217,7 @@ def test_where_warnings_are_errors_reading_goes_on(
     tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The warning is raised once, to who asks next for something, and all else is read."""
-
-    def refuse(_: int) -> Any:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(made._library, "open_ring", refuse)
-    Load(monkeypatch, 1.0)
+    refuse_further_rings(made, monkeypatch)
     bench = Bench(tmp_path / "table", 4000, 400, "direct")
     raised = 0
     for _ in range(20):

@@ -168,7 +168,7 @@ def test_spilled_rows_that_were_changed(tmp_path: Path) -> None:
     pages = np.zeros(12288, np.uint8)
     pages[:10_000] = np.random.default_rng(1).integers(0, 256, 10_000)
     writer.write(0, pages, lambda: None)
-    writer.finish(3)
+    writer.finish()
     writer.close()
     assert np.array_equal(target.rows_written(45, 55), pages[4500:10_000])
     raw = bytearray((tmp_path / "c0").read_bytes())

@@ -101,21 +101,15 @@ def dense_tensor(tensor: Any, name: str) -> Any:
 
 def tensor_to_numpy(tensor: Any, name: str) -> NDArray[Any]:
     """A torch tensor on the CPU as a NumPy array that shares its memory (bfloat16 as ml_dtypes has it)."""
-    import torch
+    from featstore.base.tensors import as_array
 
     tensor = dense_tensor(tensor, name).detach().cpu().resolve_conj().resolve_neg()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        bits: NDArray[Any] = tensor.view(torch.int16).numpy()
-        return bits.view(ml_dtypes.bfloat16)
     try:
-        array: NDArray[Any] = tensor.numpy()
+        return as_array(tensor)
     except TypeError as error:
         raise SourceError(
             f"{name}: NumPy knows no {tensor.dtype}; convert it, for example with .to(torch.float16)"
         ) from error
-    return array
 
 
 class SlicedRows(FeatureSource):
