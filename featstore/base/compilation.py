@@ -28,6 +28,7 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.dispatcher import Dispatcher
+from numba.core.runtime import rtsys
 
 from featstore.base.turns import end_turn, take_turn
 from featstore.base.warning import warn
@@ -107,8 +108,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         return f"{self._py_func.__module__}.{self._py_func.__qualname__}"
 
     def _load(self, sig: Any, target_context: Any) -> Any:
+        """What is kept, or None. numba's own way has all loaded first that a compiler knows, which takes
+        longer than most programs take to load their kernels: these need the runtime alone. What is then
+        compiled all the same has it loaded by itself."""
         try:
-            return super().load_overload(sig, target_context)
+            rtsys.initialize(target_context)
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
         # a bad disk, or a write that was cut off
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             _warn(f"cannot use the compiled kernels in {self.cache_path} ({error!r})")

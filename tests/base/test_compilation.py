@@ -65,6 +65,17 @@ def test_a_change_in_a_called_module_is_compiled(small: Path) -> None:
     assert len(kept) == 2, "files of other sources stayed"
 
 
+def test_what_is_kept_is_loaded_without_what_compiling_takes(small: Path) -> None:
+    made = OUTER + "\n@njit(cache=True)\ndef many(x):\n    return np.full(3, x)[1]\n"
+    (small / "featstore/outer.py").write_text(f"import numpy as np\n{made}")
+    run(small, used := f"{RUN}; from featstore.outer import many; print(many(5))")
+    then = (
+        "import sys, numba; print('numba.np.arraymath' in sys.modules); "
+        "own = numba.njit(lambda x: outer(x) + many(3)); print(own(4), 'numba.np.arraymath' in sys.modules)"
+    )
+    assert run(small, f"{used}; {then}").stdout.split() == ["1", "1", "5", "False", "8", "True"]
+
+
 def test_code_of_sources_that_changed_meanwhile_is_not_kept(small: Path) -> None:
     meanwhile = (
         "from pathlib import Path; import featstore.inner; "
