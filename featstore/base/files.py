@@ -14,6 +14,7 @@ import io
 import os
 import re
 import stat
+import zipfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from featstore.errors import (
     FeatstoreError,
     FormatError,
     IncompleteStoreError,
+    SourceError,
 )
 from featstore.units import PAGE_BYTES
 
@@ -257,9 +259,15 @@ def read_small(path: Path, bytes_max: int) -> bytes:
 
 def load_given(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
     """What NumPy reads of a file of arrays that a person gave, without unpickling; ``mapped``: read-only and
-    as it is looked at. An ``.npz`` gives its archive, open. Raises OSError and ValueError, in NumPy's
-    words."""
-    return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    as it is looked at. An ``.npz`` gives its archive, open. Raises SourceError where it was cut off; OSError
+    and ValueError, in NumPy's words."""
+    with open(path, "rb") as file:
+        if file.read(2) == b"PK" and not zipfile.is_zipfile(path):  # NumPy would leave it open
+            raise SourceError(f"{os.fspath(path)}: the archive is damaged or cut off")
+    try:
+        return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except EOFError as error:
+        raise SourceError(f"{os.fspath(path)}: {error}") from error
 
 
 def map_values(path: Path, dtype: np.dtype[Any], count: int) -> np.memmap[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from featstore.reader.lookup import table_need
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
 from featstore.storage.store import OpenStore, as_store
+from featstore.storage.whole_files import given_place
 from featstore.units import parse_bytes
 
-_READER_SHARE = 2  # one part in so many of the memory; the rest is two blocks of rows
-_BLOCKS = 2  # one as read, one as written
+_READER_SHARE = 2  # one part in so many of the memory; the rest is blocks of rows
 _KEY_BYTES = 512  # of a key, as an object and in the file's own form
 
 
@@ -68,7 +68,7 @@ def export_table(
     UnknownNameError, IdError, StoreExistsError, BudgetError, MissingPackageError, CorruptionError,
     DeviceError, DiskFullError.
     """
-    path = Path(os.path.abspath(as_path(to, "to")))
+    path = given_place(to, "to")
     write, overwrite = target_of(path), as_flag(overwrite, "overwrite")
     check_options(reader, READING, "export")
     tell, memory_bytes = as_callback(progress, "progress"), parse_bytes(memory, "memory")
@@ -87,13 +87,13 @@ def export_table(
         exported = Exported(table, rows, shape, written, kind)
         own = memory_bytes // _READER_SHARE
         beside = 16 + _KEY_BYTES * keyed
-        row = _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + beside
+        row = _block_bytes(chosen.row_bytes, exported, stored, taken is not None) + beside
         shares = 2 if keyed else 1  # of what reads
         least = least_reading_bytes([table_need(chosen, reader.get("verify", True))])
         least = max(least, least_keys_bytes(opened, table)) if keyed else least
         needed = _READER_SHARE * max(row, shares * least)
         if memory_bytes < needed:
-            what = "hold a row of the table twice, and read"
+            what = "hold rows as read and as written, and read"
             raise BudgetError(needed, memory_bytes, what)
         block = (memory_bytes - own) // row
 
@@ -105,19 +105,31 @@ def export_table(
                     Reader(opened, tables=[table], memory=share, static=None, **reader)
                 )
                 for low in range(0, rows, block):
-                    high = min(rows, low + block)
-                    some = np.arange(low, high) if wanted is None else wanted[low:high]
-                    read = rows_of.read({table: some})[table]
-                    read = (read if taken is None else read[:, taken]).astype(written, copy=False)
-                    yield some, None if keys_of is None else keys_of.keys(some), read
-                    if tell is not None:
-                        tell("export", high, rows)
+                    done, high = low, min(rows, low + block)
+                    whole = np.arange(low, high) if wanted is None else wanted[low:high]
+                    for some, keys in [(whole, None)] if keys_of is None else keys_of.pieces(whole):
+                        read = rows_of.read({table: some})[table]
+                        if taken is not None:
+                            read = np.take(read, taken, axis=1)
+                        yield some, keys, read.astype(written, copy=False)
+                        del read
+                        done += len(some)
+                        if tell is not None:
+                            tell("export", done, rows)
 
-        write(path, exported, blocks(), overwrite)
+        with closing(blocks()) as made:  # an error's traceback would keep the reader
+            write(path, exported, made, overwrite)
     finally:
         if opened is not store:
             opened.close()
     return path
+
+
+def _block_bytes(row_bytes: int, exported: Exported, stored: np.dtype[Any], cut: bool) -> int:
+    """Of a row, in the block that was written last, the one that is read, and what becomes of that."""
+    written, changed = exported.row_bytes, cut or exported.dtype != stored
+    between = written // exported.dtype.itemsize * stored.itemsize if cut and exported.dtype != stored else 0
+    return written + row_bytes + (written if changed else 0) + between
 
 
 def _check_exported(store: OpenStore) -> None:

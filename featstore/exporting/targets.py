@@ -6,8 +6,8 @@ from __future__ import annotations
 import io
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,14 +21,14 @@ from featstore.base.dtypes import is_bfloat16
 from featstore.base.folders import is_taken
 from featstore.base.keys import KeyKind
 from featstore.base.system import refusal
-from featstore.errors import ArgumentError, StoreExistsError
+from featstore.errors import ArgumentError, FeatstoreError, StoreExistsError
 from featstore.storage.disk import Disk
-from featstore.storage.whole_files import check_free
+from featstore.storage.whole_files import check_free, replace_free
 
 #: Bytes of a chunk of a zarr array, and of rows of a group of Parquet, about.
 _CHUNK_BYTES, _GROUP_BYTES = 8 << 20, 64 << 20
 #: Node ids of the rows, int64 [n], their keys where these are exported, and the rows.
-RowBlocks = Iterator[tuple[NDArray[np.int64], NDArray[Any] | None, NDArray[Any]]]
+RowBlocks = Generator[tuple[NDArray[np.int64], NDArray[Any] | None, NDArray[Any]], None, None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) 
         for _, _, rows in blocks:
             yield np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
 
-    Disk().replace_file(path, pieces())
+    replace_free(path, pieces(), overwrite)
 
 
 def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
@@ -86,10 +86,11 @@ def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool)
     least = max(1, -(-together * exported.row_bytes // _CHUNK_BYTES))  # chunks of a block
     chunks = next((count for count in range(least, 2 * least) if together % count == 0), least)
     each = max(1, together // chunks)
-    with _beside(path) as made:
-        array = zarr.create_array(
-            store=str(made), shape=exported.shape, dtype=exported.dtype, chunks=(each, *exported.row_shape)
-        )
+    with _beside(path, overwrite=False) as made:
+        array = zarr.create_array(  # chunks of zeros, too: one that is lost would look the same
+            store=str(made), shape=exported.shape, dtype=exported.dtype, chunks=(each, *exported.row_shape),
+            config={"write_empty_chunks": True},
+        )  # fmt: skip
         array.attrs["featstore"] = {"table": exported.name}
         at, all_blocks = 0, iter(()) if first is None else chain([first], blocks)
         del first
@@ -121,7 +122,7 @@ def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bo
         )
     schema = arrow.schema([*fields, (exported.name, column)])
     group = max(1, _GROUP_BYTES // (exported.row_bytes + 8))
-    with _beside(path) as made, parquet.ParquetWriter(made, schema) as writer:
+    with _beside(path, overwrite) as made, parquet.ParquetWriter(made, schema) as writer:
         for ids, keys, rows in blocks:
             values = arrow.array(np.ascontiguousarray(rows).reshape(-1))
             if exported.row_shape:
@@ -143,20 +144,22 @@ def _no_type(path: Path, exported: Exported, what: str) -> ArgumentError:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A name beside ``path``, which becomes ``path`` when all has been written to it; what fails leaves
-    nothing."""
+def _beside(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A name beside ``path``, which becomes ``path`` when all has been written to it, unless something has
+    come there meanwhile; what fails leaves nothing."""
     made, disk = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp"), Disk()
     try:
         yield made
         _settle(made, disk)
+        check_free(path, overwrite)
         disk.rename(made, path)
         disk.fsync_dir(path.parent)
     except BaseException as error:
         if made.is_dir():
             shutil.rmtree(made, ignore_errors=True)
         else:
-            disk.unlink(made)
+            with suppress(FeatstoreError):
+                disk.unlink(made)
         if type(error) is OSError:  # of a package that writes by itself
             raise refusal(error, path, "write") from error
         raise

@@ -299,11 +299,17 @@ def identity(value: Any) -> dict[str, Any]:
         return dict(value.source)
     if isinstance(value, str | os.PathLike):
         path = Path(value)
-        return file_fingerprint("file", path) if is_regular(path) else {"path": os.path.abspath(path)}
+        if is_regular(path):
+            return file_fingerprint("file", path)
+        files = sorted(one for one in path.rglob("*") if is_regular(one))
+        return {"path": os.path.abspath(path), "files": [file_fingerprint("file", one) for one in files]}
     if isinstance(value, tuple):
         return {str(k): identity(part) for k, part in enumerate(value)}
     if isinstance(value, Mapping):
         return {str(k): identity(part) for k, part in value.items()}
+    parts = _parts_of(value)
+    if parts:
+        return {name: identity(part) for name, part in parts.items()}
     names = getattr(value, "column_names", None) or getattr(value, "columns", None)
     # a frame: column by column, without a copy
     if names is not None and hasattr(value, "__getitem__") and len(set(names)) == len(names):
@@ -312,17 +318,52 @@ def identity(value: Any) -> dict[str, Any]:
         array = np.asarray(value.detach().cpu() if is_tensor(value) else value)
     except (TypeError, ValueError, RuntimeError):
         array = np.array(None, object)
-    if array.dtype.hasobject and array.ndim == 1:  # of text
+    if array.dtype.hasobject and array.ndim:  # of text
+        array = array.reshape(-1)
         some = array[np.unique(np.linspace(0, len(array) - 1, 1000, dtype=np.int64))] if len(array) else array
         text = "\n".join(repr(one) if isinstance(one, str | bytes | int | float) else "" for one in some)
         return {"text": len(array), "sample": zlib.crc32(text.encode("utf-8", "surrogatepass"))}
-    if array.dtype.hasobject:  # a SciPy matrix, a PyG object: the type and size have to do
+    if array.dtype.hasobject:  # the type and size have to do
         return {"type": type(value).__name__, "shape": list(getattr(value, "shape", []))}
     return {
         "dtype": str(array.dtype),
         "shape": list(array.shape),
         "sample": sample_crc32(np.atleast_1d(array)),
     }
+
+
+def _parts_of(value: Any) -> dict[str, Any]:
+    """The arrays that a sparse matrix consists of, or the edges of PyG data."""
+    if type(value).__module__.partition(".")[0] == "scipy":
+        names = [("indptr", "indices", "data"), ("row", "col", "data"), ("offsets", "data")]
+        own = next((some for some in names if all(hasattr(value, one) for one in some)), ())
+        return {one: getattr(value, one) for one in own} or {"coo": value.tocoo()}
+    if is_tensor(value) and value.layout.__str__() != "torch.strided":
+        coordinates = value.coalesce() if str(value.layout) == "torch.sparse_coo" else value
+        names = [("ccol_indices", "row_indices"), ("crow_indices", "col_indices"), ("indices",)]
+        own = {"sparse_csc": names[0], "sparse_csr": names[1], "sparse_coo": names[2]}.get(
+            str(value.layout).rpartition(".")[2], ()
+        )
+        return {one: getattr(coordinates, one)() for one in own}
+    if is_pyg(value):
+        found = [getattr(one, "edge_index", None) for one in value.edge_stores]
+        return {str(k): one for k, one in enumerate(found) if one is not None}
+    return {}
+
+
+def changed_file(fingerprint: Any) -> str | None:
+    """The path of a file that is another one now than when a fingerprint was taken; None where all are
+    those."""
+    if isinstance(fingerprint, Mapping):
+        path = fingerprint.get("path")
+        if path is not None and "mtime_ns" in fingerprint:
+            now = file_fingerprint("", Path(str(path)))
+            if any(now[one] != fingerprint[one] for one in ("size_bytes", "mtime_ns")):
+                return str(path)
+        fingerprint = list(fingerprint.values())
+    if isinstance(fingerprint, list):
+        return next((found for one in fingerprint if (found := changed_file(one)) is not None), None)
+    return None
 
 
 def described(source: FeatureSource) -> dict[str, Any]:

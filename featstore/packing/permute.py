@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -126,7 +126,7 @@ class PermuteJob:
         return int(np.prod(self.source.row_shape, dtype=np.int64)) * self.source.dtype.itemsize
 
 
-def ahead(blocks: Iterator[Any], depth: int = 1) -> Iterator[Any]:
+def ahead(blocks: Iterator[Any], depth: int = 1) -> Generator[Any, None, None]:
     """The same items, produced by another thread up to ``depth`` items ahead. Errors come through; leaving
     early stops it."""
     items: queue.Queue[tuple[bool, Any]] = queue.Queue(depth)

@@ -13,7 +13,7 @@ from featstore.arguments import as_count, shown
 from featstore.errors import SourceError
 from featstore.packing.graphs.values import EdgeValues
 from featstore.packing.sources.base import FeatureSource
-from featstore.packing.sources.opening import open_rows
+from featstore.packing.sources.opening import is_text, open_rows
 from featstore.packing.sources.pyg import edge_index_of, edge_values, is_pyg, is_relation, relation_of
 from featstore.storage.edge_types import EdgeType, joined_name, split_joined
 from featstore.storage.manifest import ROWS_MAX, check_name
@@ -155,7 +155,9 @@ def values_by_graph(
         for name, spec in specs.items():
             label = None if isinstance(spec, str | os.PathLike) else f"<{what} of {name!r}>"
             spec, column = _path_and_column(spec)
-            found.setdefault(name, []).append(EdgeValues(part, open_rows(spec, key=column, name=label)))
+            whole = "int64" if part == "times" and is_text(spec) else None  # text has no dtype of its own
+            source = open_rows(spec, dtype=whole, key=column, name=label)
+            found.setdefault(name, []).append(EdgeValues(part, source))
     return found, taken
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -44,8 +45,6 @@ def spill(job: PermuteJob, writer: TableWriter) -> None:
 def _bucket_pass(job: PermuteJob, plan: SpillPlan, writer: TableWriter) -> None:
     """Read bucket after bucket, scatter, write; a page that two buckets share is carried from one to the
     next."""
-    source_of_row = job.maps.source_of_row
-    assert source_of_row is not None
     layout, progress = job.layout, job.progress
     if progress.buckets_written == plan.buckets:
         return
@@ -54,10 +53,21 @@ def _bucket_pass(job: PermuteJob, plan: SpillPlan, writer: TableWriter) -> None:
     buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
     for _ in range(2):
         buffers.put(aligned_buffer(capacity))
-    since = 0
     carry = _carried(job, progress.buckets_written * plan.rows_per_bucket * row_bytes)
     job.begin("write", progress.buckets_written * plan.rows_per_bucket * row_bytes)
-    slabs = ahead(_slabs(job, plan, progress.buckets_written))
+    with closing(ahead(_slabs(job, plan, progress.buckets_written))) as slabs:
+        _write_buckets(job, plan, writer, slabs, buffers, carry)
+
+
+def _write_buckets(
+    job: PermuteJob, plan: SpillPlan, writer: TableWriter, slabs: Iterator[NDArray[np.uint8]],
+    buffers: queue.SimpleQueue[NDArray[np.uint8]], carry: NDArray[np.uint8],
+) -> None:  # fmt: skip
+    """Write the buckets that are left, whose rows ``slabs`` gives; ``carry``: bytes of the page that the
+    first one begins in."""
+    source_of_row, since = job.maps.source_of_row, 0
+    assert source_of_row is not None
+    progress, layout, row_bytes = job.progress, job.layout, job.layout.row_bytes
     for bucket in range(progress.buckets_written, plan.buckets):
         begin_row = bucket * plan.rows_per_bucket
         end_row = min(begin_row + plan.rows_per_bucket, layout.rows)

@@ -12,11 +12,11 @@ import numpy as np
 
 from featstore.base.dtypes import dtype_name, node_dtype
 from featstore.base.files import RegularFile
-from featstore.errors import BudgetError, CorruptionError
+from featstore.errors import BudgetError, CorruptionError, SourceError
 from featstore.layout import TableLayout
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
-from featstore.packing.inputs import Inputs, described, identity
+from featstore.packing.inputs import Inputs, changed_file, described, identity
 from featstore.packing.keys.packed import PackedKeys
 from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
@@ -84,10 +84,12 @@ class Packing:
         self.options = options
         self._stages = PackStages(progress)
         self.warnings: list[str] = []  # what the user is to hear once the store is there
+        self._began: dict[str, Any] = {}  # what told the inputs from others then
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
 
     def run(self) -> None:
-        self.transaction.start(pack_fingerprint(self.inputs, self.options))
+        self._began = pack_fingerprint(self.inputs, self.options)
+        self.transaction.start(self._began)
         self.disk.mkdir(self.generation.spill)
         for table in self.tables:
             self._read_ids(table)
@@ -125,6 +127,11 @@ class Packing:
         key_entries = keys.write(self.catalogue, self.generation.name)
         groups += ["keys"] if key_entries else []
         sources = {n: described(s) for n, s in self.tables.items()}
+        if (other := changed_file(self._began)) is not None:
+            raise SourceError(
+                f"{other} has changed since this pack began, and may have been read in part before and in "
+                "part after: pack again, without resume"
+            )
         self.transaction.commit(
             groups, tables=entries, arrays=array_entries,
             features=graph_features(graphs.values()) + [KEYS_FEATURE] * bool(key_entries),

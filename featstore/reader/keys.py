@@ -19,7 +19,7 @@ from featstore.base.called import called
 from featstore.base.checks import check_range
 from featstore.base.compilation import njit
 from featstore.base.ids import parse_ids
-from featstore.base.keys import KEY_BYTES_MAX, KeyBlock, as_keys
+from featstore.base.keys import KEY_BYTES_MAX, KeyBlock, as_keys, take_strings
 from featstore.errors import BudgetError, FormatError, IdError, SourceError, UnknownNameError
 from featstore.plan.budget import least_reading_bytes
 from featstore.reader.lookup import table_need
@@ -135,9 +135,15 @@ class NodeKeys:
         given = parse_ids(ids)
         values = given.values.reshape(-1)
         check_ids(values, self._nodes, self.table)
-        found = [block.array() for _, block in self._blocks(values)]
+        found = [keys for _, keys in self.pieces(values)]
         whole = np.concatenate(found) if found else np.empty(0, object if self.kind == _STRINGS else np.int64)
         return whole.reshape(given.shape)
+
+    def pieces(self, ids: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+        """Node ids, int64 [n], in pieces whose keys fit the memory together, and these. Raises what
+        :meth:`keys` raises, but for ids."""
+        for some, block in self._blocks(ids):
+            yield some, block.array()
 
     def _read(self, part: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         name = self._parts[part]
@@ -265,8 +271,9 @@ def check_ids(ids: NDArray[np.int64], nodes: int, table: str) -> None:
 def _cut(data: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> KeyBlock:
     """Strings that may have something between them, side by side."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - begins)])
-    places = np.arange(int(offsets[-1])) + np.repeat(begins - offsets[:-1], ends - begins)
-    return KeyBlock(data[places], offsets)
+    out = np.empty(int(offsets[-1]), np.uint8)
+    take_strings(data, begins, np.arange(len(begins)), offsets, out)
+    return KeyBlock(out, offsets)
 
 
 def _cut_runs(begins: NDArray[np.int64], ends: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:

@@ -28,6 +28,7 @@ from featstore.storage.belongings import (
 )
 from featstore.storage.disk import Disk
 from featstore.storage.generations import (
+    IN_USE,
     LOCK_NAME,
     collect,
     current,
@@ -37,7 +38,7 @@ from featstore.storage.generations import (
     writer_lock,
 )
 from featstore.storage.locks import held_alone, is_lock
-from featstore.storage.manifest import Manifest, check_name
+from featstore.storage.manifest import MANIFEST_NAME, Manifest, check_name
 from featstore.storage.packs import (
     EPISODES,
     FORECAST,
@@ -57,8 +58,8 @@ _CACHE_TEMPORARY = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.cache{TEMPORARY}"
 
 class Collection:
     """One collection. By path relative to the store: ``removed`` and ``stale`` (compiled traces kept because
-    they may be of use again), bytes; ``held`` (in use) and ``unproven`` (not featstore's, as far as can be
-    told), the reason.
+    they may be of use again), bytes; ``held`` (in use, or to be resumed) and ``unproven`` (not featstore's,
+    as far as can be told), the reason.
 
     ``unfinished``: remove what could be resumed, too. ``stale``: and what was compiled for another state of
     the store. ``dry_run``: remove and write nothing.
@@ -122,15 +123,18 @@ class Collection:
         """Old generations of a store. The caller holds its writer lock."""
         for path in foreign(store):
             self._foreign(path)
+        kept: dict[Path, str] = {}
         planned = {
             path: self._bytes(path)
-            for path in collect(store, self._disk, unfinished=self._unfinished, dry_run=True)
+            for path in collect(store, self._disk, unfinished=self._unfinished, dry_run=True, kept=kept)
         }
+        gone = set(planned)
         if not self._dry_run:
-            collect(store, self._disk, unfinished=self._unfinished)
+            gone = set(collect(store, self._disk, unfinished=self._unfinished, kept=kept))
         for path, size in planned.items():
-            if size is not None:
+            if size is not None and path in gone:
                 self.removed[self._name(path)] = size
+        self.held |= {self._name(path): why for path, why in kept.items()}
 
     def _bytes(self, path: Path) -> int | None:
         """Bytes of a file, or of what is ours below a directory; None where that is nothing but foreign.
@@ -189,8 +193,11 @@ class Collection:
         trace = path.suffix == TRACES
         try:
             size = self._surveyed(path, TRACE) if trace else self._whole_bytes(path)
-            if not self._dry_run:
-                (remove_trace if trace else remove_pack)(path, self._disk)
+            if trace:
+                remove_trace(path, self._disk, dry_run=self._dry_run)
+            elif not remove_pack(path, self._disk, force=False, dry_run=self._dry_run):
+                self.held[self._name(path)] = IN_USE
+                return False
         except StoreLockedError as error:
             self.held[self._name(path)] = str(error)
             return False
@@ -236,23 +243,26 @@ class Collection:
             and base is not None
             and compiled.compiled.base_uuid != base.uuid
         ):
-            size = self._whole_bytes(path)
-            if self._stale and remove_store(path, self._disk, dry_run=self._dry_run):
-                self.removed[self._name(path)] = size
-            else:
-                self.stale[self._name(path)] = size
             if self._stale:
+                self._whole(path)
                 return
+            self.stale[self._name(path)] = self._whole_bytes(path)
         elif compiled is None and (path.suffix == FORECAST or not names(path)):
             # A forecast that was killed, or a compilation that never began.
-            size = self._whole_bytes(path)
-            others = self._surveyed(path, STORE) if not names(path) else size
-            if others is not None and remove_store(path, self._disk, dry_run=self._dry_run):
-                self.removed[self._name(path)] = size
+            if names(path) or self._surveyed(path, STORE) is not None:
+                self._whole(path)
             return
         self._generations(path)
         if compiled is None and not names(path) and not self._dry_run:
             self._disk.rmtree(path, STORE)
+
+    def _whole(self, path: Path) -> None:
+        """Remove a compiled trace, unless somebody reads it."""
+        size = self._whole_bytes(path)
+        if remove_store(path, self._disk, dry_run=self._dry_run):
+            self.removed[self._name(path)] = size
+        else:
+            self.held[self._name(path)] = IN_USE
 
     def _trace(self, path: Path) -> None:
         """A recording of a loader of mode compiled, which removes it when it has compiled it."""
@@ -270,11 +280,16 @@ class Collection:
                 self.removed[self._name(path)] = size
 
     def _whole_bytes(self, path: Path) -> int:
-        """Bytes of all that is ours in a compiled trace's directory."""
+        """Bytes of all that is ours in a compiled trace's directory. Names what is foreign."""
         parts = [p for paths in names(path).values() for p in paths]
+        total = sum(self._bytes(p) or 0 for p in parts)
         with asking(path, "list"):
-            rest = [p for p in path.iterdir() if is_file(p) and p not in parts]
-            return sum(self._bytes(p) or 0 for p in parts) + sum(p.lstat().st_size for p in rest)
+            for rest in sorted(path.iterdir()):
+                if is_file(rest) and (rest.name == MANIFEST_NAME or STORE.files.fullmatch(rest.name)):
+                    total += rest.lstat().st_size
+                elif rest not in parts:
+                    self._foreign(rest)
+        return total
 
     # Saved caches.
 

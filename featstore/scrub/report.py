@@ -30,7 +30,7 @@ class Problem:
     ``path`` is relative to the store. ``page`` and ``offset`` (bytes) count from the file's start and are
     None for a whole file. ``what`` is one of: missing file, file kind, file size, unreadable file, unreadable
     directory, unreadable page, page checksum, stored checksum, file digest, padding, metadata, map, graph,
-    keys, rows digest, manifest uuid, trace.
+    keys, rows, rows digest, manifest uuid, trace.
     """
 
     path: str

@@ -79,8 +79,8 @@ def verify(
         # a newer generation was committed before this one was held
         while (now := read_manifest(store))[0] != manifest:
             manifest, text = now
-            os.close(hold)
-            hold = _hold(store, manifest)
+            hold, before = _hold(store, manifest), hold
+            os.close(before)
         return _scrub(store, manifest, text, access, progress)
     finally:
         os.close(hold)

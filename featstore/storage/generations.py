@@ -186,12 +186,16 @@ def commit(store: Path, disk: Disk, manifest: Manifest) -> None:
     disk.replace_file(store / MANIFEST_NAME, encode_manifest(manifest))
 
 
-def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool = False) -> list[Path]:
+def collect(
+    store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool = False,
+    kept: dict[Path, str] | None = None,
+) -> list[Path]:  # fmt: skip
     """Remove what no manifest and no reader refers to; returns it. The caller holds the writer lock.
 
     An unfinished pack is kept, because it can be resumed, unless ``unfinished`` is true. What is foreign in a
-    generation stays, and the directories above it.
+    generation stays, and the directories above it. ``kept``: gets the generations that stay, and why.
     """
+    kept = {} if kept is None else kept
     committed = current(store)
     removed: list[Path] = []
     for name, paths in names(store).items():
@@ -199,9 +203,12 @@ def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool 
         if committed is not None and name == committed.generation:
             paths = [p for p in paths if p != generation.directory]
         elif generation.journal in paths and not unfinished:
+            kept[generation.directory] = "an unfinished pack, to resume, or to remove as unfinished"
             continue
         if paths and _remove_generation(disk, generation, paths, dry_run=dry_run):
             removed += paths
+        elif paths:
+            kept[generation.directory] = IN_USE
     for path in [p for p in _entries(store) if _MANIFEST_TEMPORARY.fullmatch(p.name) and is_file(p)]:
         if not dry_run:
             disk.unlink(path)
@@ -209,6 +216,10 @@ def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool 
     if removed and not dry_run:
         disk.fsync_dir(store)
     return removed
+
+
+#: Why a generation stays that a reader holds.
+IN_USE = "a reader or a loader has it open"
 
 
 def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool = False) -> bool:

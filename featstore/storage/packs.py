@@ -143,15 +143,19 @@ def remove_episodes(packs: Path, name: str, disk: Disk) -> None:
         (remove_trace if path.name.endswith(TRACES) else remove_pack)(path, disk)
 
 
-def remove_pack(path: Path, disk: Disk) -> None:
-    """Remove a compiled trace that the caller's lock proves to be its own, or what there is of one."""
-    if is_folder(path):
-        with writer_lock(path):
-            remove_store(path, disk, force=True)
+def remove_pack(path: Path, disk: Disk, *, force: bool = True, dry_run: bool = False) -> bool:
+    """Remove a compiled trace that the caller's lock proves to be its own, or what there is of one; without
+    ``force``, not while somebody reads it: False."""
+    if not is_folder(path):
+        return True
+    with writer_lock(path, look=dry_run):
+        return remove_store(path, disk, dry_run=dry_run, force=force)
 
 
-def remove_trace(path: Path, disk: Disk) -> None:
+def remove_trace(path: Path, disk: Disk, *, dry_run: bool = False) -> bool:
     """Remove a trace that the caller's lock proves to be its own, or what there is of one."""
     if is_folder(path):
-        with writer_lock(path):
-            disk.rmtree(path, TRACE)
+        with writer_lock(path, look=dry_run):
+            if not dry_run:
+                disk.rmtree(path, TRACE)
+    return True

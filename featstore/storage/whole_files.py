@@ -4,16 +4,25 @@ that is there unless that was asked for."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from featstore.arguments import as_flag, as_path
-from featstore.base.folders import is_file, is_taken
+from featstore.base.folders import is_file, is_taken, real_path
 from featstore.errors import StoreExistsError
 from featstore.storage.disk import Disk
+
+
+def given_place(path: str | os.PathLike[str], name: str) -> Path:
+    """The place that a person has given for a file, in the argument of this name: links on the way to it
+    are resolved, one in its place is not."""
+    given = Path(os.path.abspath(as_path(path, name)))
+    return real_path(given.parent) / given.name
 
 
 def check_free(path: Path, overwrite: bool) -> None:
@@ -27,10 +36,20 @@ def check_free(path: Path, overwrite: bool) -> None:
 
 def write_whole(path: str | os.PathLike[str], data: bytes, overwrite: bool) -> Path:
     """Write a file; returns its path. Raises ArgumentError, StoreExistsError, DiskFullError, DeviceError."""
-    target = Path(os.path.abspath(as_path(path, "path")))
+    target = given_place(path, "path")
     check_free(target, as_flag(overwrite, "overwrite"))
-    Disk().replace_file(target, data)
+    replace_free(target, iter([data]), overwrite)
     return target
+
+
+def replace_free(path: Path, data: Iterator[bytes | NDArray[np.uint8]], overwrite: bool) -> None:
+    """Write a file, and look again before it gets its name: another may have come meanwhile."""
+
+    def pieces() -> Iterator[bytes | NDArray[np.uint8]]:
+        yield from data
+        check_free(path, overwrite)
+
+    Disk().replace_file(path, pieces())
 
 
 def save_json(path: str | os.PathLike[str], schema: str, data: Mapping[str, Any], overwrite: bool) -> Path:

@@ -13,6 +13,7 @@ from cli_support import COLUMNS, ROWS, STORE_KEYS, Call, parsed
 import featstore
 from featstore.engine import choose
 from featstore.plan.cost import DeviceModel, device_key, models_path, save_model
+from featstore.storage.generations import IN_USE
 
 
 @pytest.fixture
@@ -349,7 +350,8 @@ def test_gc(call: Call, copy: Path, inputs: Path) -> None:
     with featstore.open(copy):
         # an open reader holds the old generation
         featstore.pack(copy, inputs / "rows.npy", overwrite=True).close()
-        assert call("gc", copy).stdout == "nothing to remove\n"
+        assert call("gc", copy).stdout == f"left alone g000001: {IN_USE}\nnothing to remove\n"
+        assert parsed(call("gc", copy, "--json"))["held"] == [{"path": "g000001", "why": IN_USE}]
     data = parsed(call("gc", copy, "--dry-run", "--json"))
     assert set(data) == {"schema", "store", "dry_run", "removed", "bytes", "stale", "held", "unproven"}
     assert data["schema"] == "featstore.gc/1"
@@ -365,7 +367,9 @@ def test_gc(call: Call, copy: Path, inputs: Path) -> None:
 def test_gc_unfinished(call: Call, copy: Path) -> None:
     (copy / "g000007").mkdir()
     (copy / "g000007.journal").write_text("{}")
-    assert call("gc", copy).stdout == "nothing to remove\n"
+    told = call("gc", copy).stdout
+    assert told.startswith("left alone g000007: an unfinished pack")
+    assert told.endswith("\nnothing to remove\n")
     assert call("gc", copy, "--unfinished", "-q").stdout == ""
     assert not (copy / "g000007").exists()
     assert not (copy / "g000007.journal").exists()

@@ -9,6 +9,7 @@ import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_support import Call, parsed
 
@@ -40,6 +41,18 @@ def test_a_store_is_planned_as_it_is_read(call: Call, store: Path, memory: str) 
         opened.reader(memory=plan["smallest_reader_bytes"], tables=[table.name], static=None).close()
         with pytest.raises(featstore.errors.BudgetError):
             opened.reader(memory=plan["smallest_reader_bytes"] - 1, tables=[table.name], static=None)
+
+
+def test_a_table_of_several_graphs_has_no_plan_of_one(call: Call, tmp_path: Path) -> None:
+    edges = np.array([[0, 1, 2, 2], [2, 1, 0, 1]])
+    graph = {("a", "r", "a"): edges, ("b", "s", "a"): edges, ("b", "t", "b"): edges[:, :3]}
+    tables = {name: np.ones((3, 2), np.float32) for name in "abc"}
+    featstore.pack(tmp_path / "s", tables, graph=graph).close()
+    for table, edges_of_all in (("a", 8), ("b", 7)):
+        told = call("plan-memory", tmp_path / "s", "--table", table, code=2).stderr
+        assert f"2 graphs are over table '{table}'" in told
+        assert f"the --edges of all, {edges_of_all}" in " ".join(told.split())
+    call("plan-memory", tmp_path / "s", "--table", "c")
 
 
 def test_numbers_are_planned_as_a_store_of_them(call: Call, store: Path) -> None:

@@ -24,6 +24,7 @@ from featstore.errors import FormatError, SourceError, StoreExistsError, StoreLo
 from featstore.loaders import rolling as rolling_module
 from featstore.loaders.rolling import RollingLoader
 from featstore.scrub.collection import Collection
+from featstore.storage.generations import IN_USE
 from featstore.storage.packs import preparing
 from featstore.tiers import saved
 
@@ -338,13 +339,26 @@ def test_gc_leaves_what_is_foreign_within_ours(store: featstore.Store) -> None:
     ]
     for path in mine:
         path.write_text("mine")
+    ours = sum(p.stat().st_size for p in (store.path / "packs/train-0").rglob("*") if p.is_file())
     done = collected(store)
-    assert "packs/train-0/g000001/tables/notes.txt" in done.unproven
+    assert {str(path.relative_to(store.path)) for path in mine} <= set(done.unproven)
+    assert done.removed["packs/train-0"] == ours - len(mine) * len("mine")
     assert [p.read_text() for p in mine] == ["mine"] * 3
     assert not (store.path / "packs/train-0/featstore.json").exists()
     assert not (store.path / "packs/train-1").exists()
     compiled(store, "train-0")  # nothing of a loader any more: the name is free
     assert [p.read_text() for p in mine] == ["mine"] * 3
+
+
+def test_gc_leaves_episodes_that_somebody_reads(store: featstore.Store) -> None:
+    killed(store)
+    with store.compiled("train-0"):
+        for dry_run in (True, False):
+            done = Collection(store.path, dry_run=dry_run)
+            assert done.held["packs/train-0"] == IN_USE
+            assert "packs/train-0" not in done.removed
+    assert "packs/train-0" in collected(store).removed
+    assert not (store.path / "packs/train-0").exists()
 
 
 @pytest.mark.parametrize("name", ["packs", "caches"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,67 @@ def test_the_memory_that_is_said_to_be_needed_works(tmp_path: Path, name: str) -
                 assert error.given_bytes == given
                 given, tries = error.needed_bytes, tries + 1
     assert tries == 1
+
+
+@pytest.mark.parametrize("kind", ["npy", "zarr", "parquet"])
+def test_links_on_the_way_are_followed(store: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "real")
+    path = featstore.export(store, "x", tmp_path / "data" / f"o.{kind}")
+    np.testing.assert_array_equal(read_back(path, "x")[1], TABLES["x"])
+    assert os.listdir(tmp_path / "real") == [f"o.{kind}"]
+
+
+@pytest.mark.parametrize("kind", ["npy", "zarr", "parquet"])
+def test_what_comes_meanwhile_stays(store: Path, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"o.{kind}"
+
+    def another_writes(*_: Any) -> None:
+        path.write_text("mine")
+
+    with pytest.raises(StoreExistsError, match="is there already"):
+        featstore.export(store, "x", path, progress=another_writes)
+    assert path.read_text() == "mine"
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_zeros_are_written_with_their_sign(tmp_path: Path) -> None:
+    zeros = np.full((300, 4), complex(-0.0, -0.0), np.complex64)
+    featstore.pack(tmp_path / "s", zeros).close()
+    path = featstore.export(tmp_path / "s", "features", tmp_path / "o.zarr")
+    assert np.signbit(read_back(path, "features")[1].view(np.float32)).all()
+    assert [p.name for p in (path / "c").iterdir()]
+
+
+def test_blocks_are_within_the_memory(tmp_path: Path) -> None:
+    """Those that are cut, and those of nodes with long keys."""
+    rows = np.ones((40_000, 128), np.float32)
+    featstore.pack(tmp_path / "s", rows).close()
+    keys = [f"{k:010000}" for k in range(4000)]
+    featstore.pack(tmp_path / "k", rows[:4000, :1], node_keys=keys).close()
+    del rows, keys
+    for name, to, memory_bytes, more in (
+        ("s", "o.npy", 16 << 20, {"columns": slice(0, 127)}),
+        ("s", "p.npy", 16 << 20, {"dtype": "float64"}),
+        ("k", "o.parquet", 24 << 20, {}),
+    ):
+        featstore.export(tmp_path / name, "features", tmp_path / f"0{to}", ids=[1], memory="24MiB", **more)  # type: ignore[arg-type]
+        tracemalloc.start()
+        try:
+            featstore.export(tmp_path / name, "features", tmp_path / to, memory=memory_bytes, **more)  # type: ignore[arg-type]
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < memory_bytes * 0.8, (name, to)
+
+
+def test_a_reader_is_closed_whatever_happens(store: Path, tmp_path: Path) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    for kind in ("npy", "zarr", "parquet"):
+        with pytest.raises(KeyboardInterrupt) as kept:  # and with it the frames
+            featstore.export(store, "x", tmp_path / f"o.{kind}", progress=stop)
+        assert len(os.listdir("/proc/self/fd")) <= before, kept
+    assert os.listdir(tmp_path) == []

@@ -196,7 +196,9 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     [
         (",a\n0,1.5\n1,2.5\n", "'' looks like the ids"),  # the index, as pandas writes it
         ('"node_id","a"\n0,1.5\n', "'node_id' looks like the ids"),
-        ("0,1,2\n0.5,1.5,2.5\n", "numbers of columns or a row"),
+        ("0,1,2\n0.5,1.5,2.5\n", "numbers of columns, as pandas writes them, or a row"),
+        ("0,1,2\n7,1,2\n", "numbers of columns, as pandas writes them, or a row"),
+        ("0\n0.5\n", "numbers of columns, as pandas writes them, or a row"),
         ("p1,0.5\np2,1.5\n", "column 0 holds text"),
         ("a,b\n1.5,2.5,3.5\n", "names 2 columns, the second has 3"),
         ("0,1.5\n1,2.5\n2,0.5\n", "'0' looks like the ids"),

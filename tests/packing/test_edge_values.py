@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import FeatstoreError, SourceError
+from featstore.errors import FeatstoreError, FeatstoreWarning, SourceError
 
 NODES, EDGES = 300, 2000
 GRAPHS = ("alone", "typed", "split", "split, typed")
@@ -67,3 +69,25 @@ def test_values_that_can_be_read_once_are_found_when_they_are(tmp_path: Path) ->
         way("alone", tmp_path / "out", {"edge_weights": wrong}, np.ones((NODES, 1), np.float32))()
     with pytest.raises(FeatstoreError):
         featstore.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize("end", ["csv", "csv.gz"])
+def test_times_come_from_a_column_of_text(tmp_path: Path, end: str) -> None:
+    """As the warning of a pack without them says."""
+    when = 2**53 + 1 + np.arange(EDGES)  # which no float64 holds
+    edges = np.random.default_rng(1).integers(0, NODES, (2, EDGES))
+    lines = ["source,target,time", *(f"{a},{b},{t}" for a, b, t in zip(*edges, when, strict=True))]
+    path = tmp_path / f"e.{end}"
+    with gzip.open(path, "wt") if end == "csv.gz" else path.open("w") as file:
+        file.write("\n".join(lines) + "\n")
+    x, options = np.ones((NODES, 1), np.float32), {"edge_ids": True, "order": "given"}
+    if end == "csv":
+        with pytest.warns(FeatstoreWarning, match=f"edge_times= \\('{path}:time'\\)"):
+            featstore.pack(tmp_path / "w", x, graph=path, **options).close()  # type: ignore[arg-type]
+    given = {"graph": path if end == "csv" else edges, "edge_times": f"{path}:time"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = featstore.pack(tmp_path / "s", x, **given, **options)  # type: ignore[arg-type]
+    with store, featstore.pack(tmp_path / "t", x, graph=edges, edge_times=when, **options) as right:  # type: ignore[arg-type]
+        both = [one.path / one.table("features/times").entry.chunk_path(0) for one in (store, right)]
+        assert both[0].read_bytes() == both[1].read_bytes()

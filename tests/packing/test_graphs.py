@@ -201,7 +201,7 @@ def test_columns_of_text_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="Say graph_key='source,target'"):
         open_graph(path, nodes=3)
     check(open_graph(path, nodes=3, key="citing, cited"), np.array([[0, 1], [1, 2]]), nodes=3)
-    for key in ("citing", "citing,cites", "citing,cited,year"):
+    for key in ("citing", "citing,cites", "citing,cited,year", "cited,cited"):
         with pytest.raises(SourceError, match=f"no two columns '{key}'; .*year, cited, citing"):
             open_graph(path, nodes=3, key=key)
     path.write_text("0,1\n1,2\n")
@@ -705,3 +705,23 @@ def test_a_graph_built_on_disk_stays_within_the_memory(tmp_path: Path, ids: bool
     assert isinstance(found, np.memmap) == ids
     assert len(indptr) == 20_001
     assert peak < budget + 400_000
+
+
+@pytest.mark.parametrize("kind", ["edge_index", "csc"])
+def test_members_of_an_archive_with_a_value_for_each_edge_are_warned_of(tmp_path: Path, kind: str) -> None:
+    beside: dict[str, Any] = {"weight": np.ones(4), "time": np.arange(4), "x": np.ones((3, 4)), "count": 4}
+    ends = {"edge_index": np.array([[0, 1, 2, 0], [1, 2, 0, 2]])}
+    lists = {"indptr": np.array([0, 1, 2, 4]), "indices": np.array([2, 0, 1, 0])}
+    np.savez(tmp_path / "a.npz", **(ends if kind == "edge_index" else lists), **beside)
+    with pytest.warns(FeatstoreWarning, match="not stored: time, weight. Give"):
+        open_graph(tmp_path / "a.npz", nodes=3)
+
+
+def test_two_ends_of_an_edge_are_two_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [0, 1], "b": [1, 2]}), tmp_path / "e.parquet")
+    for spec in (tmp_path / "e.parquet", pa.table({"a": [0, 1], "b": [1, 2]})):
+        with pytest.raises(SourceError, match="no two"):
+            open_graph(spec, nodes=3, key="a,a")
+    (tmp_path / "e.csv").write_text("a,b,a\n0,1,2\n")
+    with pytest.raises(SourceError, match="no two columns 'a,b'"):
+        open_graph(tmp_path / "e.csv", nodes=3, key="a,b")

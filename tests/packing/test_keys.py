@@ -201,6 +201,10 @@ def edge_file(folder: Path, ending: str, keys: Any) -> Any:
         text = f"to{mark}from\n" + "\n".join(f"{b}{mark}{a}" for a, b in zip(sources, targets)) + "\n"
         path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
         return path
+    if ending == ".npy":
+        kind = np.int64 if isinstance(sources[0], int) else str
+        np.save(path, np.array([sources, targets], kind))
+        return path
     if ending == "mapping":
         return {"features": {"source": sources, "target": np.array(targets, object)}}
     table = pa.table({"dst": pa.array(targets), "src": pa.array(sources)})
@@ -212,14 +216,14 @@ def edge_file(folder: Path, ending: str, keys: Any) -> Any:
     return path
 
 
-@pytest.mark.parametrize("ending", [".csv", ".csv.gz", ".tsv", ".parquet", ".arrow", "mapping"])
+@pytest.mark.parametrize("ending", [".csv", ".csv.gz", ".tsv", ".parquet", ".arrow", "mapping", ".npy"])
 def test_edges_in_keys(tmp_path: Path, ending: str) -> None:
     spec = edge_file(tmp_path, ending, KEYS["utf8"])
     with packed(tmp_path / "s", node_keys=TEXT, graph=spec, edge_ids=True) as store:
         assert edges_of(store) == given_edges()
 
 
-@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+@pytest.mark.parametrize("ending", [".csv", ".parquet", "mapping", ".npy"])
 def test_edges_in_numbers_that_are_keys(tmp_path: Path, ending: str) -> None:
     spec = edge_file(tmp_path, ending, SPARSE)
     with packed(tmp_path / "s", node_keys=SPARSE, graph=spec, edge_ids=True) as store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import gzip
 import os
 import resource
 import shutil
@@ -308,6 +309,71 @@ def test_resume_wants_the_same_pack(tmp_path, monkeypatch):
         with pytest.raises(SourceError, match="cannot resume"):
             featstore.pack(tmp_path / "s", other, resume=True, **changed)
     assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X, graph=ring_graph(), resume=True)), X)
+
+
+def graphs_like(kind, tmp_path, reverse):
+    """A ring, one way round or the other."""
+    import scipy.sparse as sp
+    import torch
+
+    ends = np.stack([np.arange(ROWS), (np.arange(ROWS) + 1) % ROWS])[:: -1 if reverse else 1]
+    if kind == "folder":
+        (tmp_path / "raw").mkdir(exist_ok=True)
+        for name, text in (("edge", "\n".join(f"{a},{b}" for a, b in ends.T)), ("num-node-list", str(ROWS))):
+            with gzip.open(tmp_path / "raw" / f"{name}.csv.gz", "wt") as file:
+                file.write(f"{text}\n")
+        return tmp_path
+    matrix = sp.coo_matrix((np.ones(ROWS), ends), (ROWS, ROWS))
+    if kind == "data":
+        from torch_geometric.data import Data
+
+        return Data(edge_index=torch.from_numpy(ends.copy()), num_nodes=ROWS)
+    return matrix if kind == "coo" else matrix.tocsr()
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "data", "folder"])
+def test_resume_wants_the_same_graph(tmp_path, kind):
+    """However it was given: of one of the same size nothing may be taken for the other's."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "crash"))
+    from disks import FailingDisk, Lost
+
+    (tmp_path / "g").mkdir()
+    with pytest.raises(Lost):
+        featstore.pack(
+            tmp_path / "s", X, graph=graphs_like(kind, tmp_path / "g", False), disk=FailingDisk(30)
+        )
+    with pytest.raises(SourceError, match="cannot resume"):
+        featstore.pack(tmp_path / "s", X, graph=graphs_like(kind, tmp_path / "g", True), resume=True)
+
+
+@pytest.mark.parametrize("what", ["rows", "graph", "keys"])
+def test_a_file_that_changes_while_it_is_packed_is_an_error(tmp_path, what):
+    np.save(tmp_path / "x.npy", X)
+    np.save(tmp_path / "e.npy", np.stack([np.arange(ROWS), np.arange(ROWS)]))
+    (tmp_path / "k.txt").write_text("".join(f"{k}\n" for k in range(ROWS)))
+    changed = {"rows": "x.npy", "graph": "e.npy", "keys": "k.txt"}[what]
+
+    def progress(_):
+        path = tmp_path / changed
+        os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
+
+    given = {"node_keys": tmp_path / "k.txt"} if what == "keys" else {"graph": tmp_path / "e.npy"}
+    with pytest.raises(SourceError, match=f"{changed} has changed since this pack began"):
+        featstore.pack(tmp_path / "s", tmp_path / "x.npy", progress=progress, **given)
+    with pytest.raises(IncompleteStoreError):
+        featstore.open(tmp_path / "s")
+    featstore.pack(tmp_path / "s", tmp_path / "x.npy", overwrite=True, **given).close()
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
+def test_files_that_were_cut_off_are_errors_of_their_own(tmp_path, name):
+    (tmp_path / name).write_bytes(b"" if name == "a.npy" else b"PK\x03\x04")
+    for given in (
+        {"arrays": {"y": tmp_path / name}},
+        {"order": "permutation", "permutation": tmp_path / name},
+    ):
+        with pytest.raises(SourceError, match=name):
+            featstore.pack(tmp_path / "s", X, **given)
 
 
 @pytest.mark.parametrize(

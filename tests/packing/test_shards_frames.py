@@ -7,7 +7,7 @@ import sys
 import types
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -163,6 +163,15 @@ class Frame:
         return self.table.__arrow_c_stream__(requested_schema)
 
 
+class RangeIndex(NamedTuple):
+    """As of pandas, which has a name, too."""
+
+    start: int
+    stop: int
+    step: int
+    name: None = None
+
+
 class Sliced(Frame):
     """One of pandas: read by slices; ``rows_given`` are those of each conversion."""
 
@@ -222,6 +231,20 @@ def test_a_frame_of_pandas_is_never_converted_whole() -> None:
     frame = Sliced(big)
     assert sum(len(block) for block in open_rows(frame).blocks(0, 10_000)) == 400_000
     assert max(frame.rows_given) < 100_000
+
+
+@pytest.mark.parametrize(
+    "index", [RangeIndex(ROWS, 0, -1), RangeIndex(0, 2 * ROWS, 2), RangeIndex(5, 5 + ROWS, 1)]
+)
+def test_an_index_of_pandas_that_is_no_count_is_ids(index: Any) -> None:
+    """Of such an index, as of rows that were reversed or picked, Arrow's table knows nothing."""
+    frame = Sliced(table())
+    frame.index = index  # type: ignore[attr-defined]
+    with pytest.raises(SourceError, match="it is the frame's index"):
+        open_rows(frame)
+    check(frame, columns=list(NAMES))
+    frame.index = RangeIndex(0, ROWS, 1)  # type: ignore[attr-defined]
+    check(frame)
 
 
 def test_lists_in_a_frame_are_rows() -> None:

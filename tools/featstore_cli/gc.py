@@ -55,7 +55,7 @@ def command(store: Path, unfinished: bool, stale: bool, dry_run: bool, as_json: 
                 f"{name} ({format_bytes(size)}) was compiled for another state of the store; --stale "
                 "removes it"
             )
-        for name, why in done.unproven.items():
+        for name, why in (done.held | done.unproven).items():
             show(f"left alone {name}: {why}")
         many = (
             f"{verb} {len(done.removed)} of {store.absolute()}'s files and directories, {format_bytes(total)}"

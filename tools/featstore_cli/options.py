@@ -194,11 +194,12 @@ def read_ids(path: Path) -> Any:
     """
     import numpy as np
 
+    from featstore.base.files import load_given
     from featstore.errors import SourceError
 
     if path.suffix.lower() == ".npy":
         try:
-            ids = np.load(path, allow_pickle=False)
+            ids = load_given(path)
         except ValueError as error:
             raise SourceError(f"cannot read node ids from {path}: {error}") from None
         if ids.dtype.kind not in "iu":

@@ -237,6 +237,7 @@ def array_at(name: str, text: str) -> Any:
     """The array that ``PATH`` or ``PATH:KEY`` names."""
     import numpy as np
 
+    from featstore.base.files import load_given
     from featstore.errors import SourceError
 
     path, key = Path(text), None
@@ -248,8 +249,8 @@ def array_at(name: str, text: str) -> Any:
 
         return tensor_to_numpy(load_tensor(path, key)[0], str(path))
     try:
-        loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        loaded = load_given(path)
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise SourceError(f"cannot read array {name!r} from {path}: {reason}") from None
     if isinstance(loaded, np.ndarray):

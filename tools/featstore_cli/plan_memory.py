@@ -90,5 +90,13 @@ def _sizes(
 
     with featstore.open(store) as opened:
         chosen = chosen_table(opened, name)
-        graph = next((graph for graph in opened.graphs.values() if graph.table.name == chosen.name), None)
-        return PlannedSizes.of_store(chosen, graph)
+        over = [
+            graph for graph in opened.graphs.values()
+            if chosen.name in (graph.table.name, graph.source_table.name)
+        ]  # fmt: skip
+        if len(over) > 1:
+            raise click.UsageError(
+                f"{len(over)} graphs are over table {chosen.name!r}, and the plan is for one: give --nodes, "
+                f"--row-bytes and the --edges of all, {sum(graph.edges for graph in over)}"
+            )
+        return PlannedSizes.of_store(chosen, over[0] if over else None)

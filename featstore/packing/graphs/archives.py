@@ -22,7 +22,7 @@ from featstore.packing.graphs.csc import (
 )
 from featstore.packing.graphs.edges import CsrEdges, NpzEdges, require_integers
 from featstore.packing.sources.base import file_fingerprint
-from featstore.packing.sources.npz import MemberReader, member_names, read_member
+from featstore.packing.sources.npz import MemberReader, member_headers, member_names, read_member
 
 
 def open_npz(path: Path, nodes: int | None, building: Building, key: str | None) -> CscGraph:
@@ -31,7 +31,7 @@ def open_npz(path: Path, nodes: int | None, building: Building, key: str | None)
     memory_bytes = building.memory_bytes
     source = file_fingerprint("npz", path, key=key or "")
     if key is None:
-        left_out(str(path), sorted(k for k in keys if k.startswith("edge_") and k != "edge_index"))
+        left_out(str(path), _of_edges(path, nodes))
         if {"data", "indices", "format"} <= keys and _has_values(path):
             left_out(str(path), ["data (its values)"])
     if key is None and {"format", "shape"} <= keys:
@@ -59,6 +59,20 @@ def open_npz(path: Path, nodes: int | None, building: Building, key: str | None)
             f"SciPy matrix); give key=, one of: {', '.join(sorted(keys))}"
         )
     return building.graph(stream, nodes, source)
+
+
+def _of_edges(path: Path, nodes: int | None) -> list[str]:
+    """Members that are data of edges: by their name, or because they have a row for each edge, and not for
+    each node."""
+    headers = {name: one for name, one in member_headers(path).items() if not isinstance(one, SourceError)}
+    ends = next((one for one in ("edge_index", "indices", "row", "adj_indices") if one in headers), None)
+    own = {"edge_index", "indptr", "indices", "row", "col", "data", "format", "shape"}
+    edges = None if ends is None else max(headers[ends].shape, default=0)
+    return sorted(
+        name for name, header in headers.items()
+        if name not in own and not name.startswith("adj_")
+        and (name.startswith("edge_") or (edges not in (None, 0, nodes) and header.shape[:1] == (edges,)))
+    )  # fmt: skip
 
 
 def _has_values(path: Path) -> bool:

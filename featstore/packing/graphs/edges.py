@@ -183,7 +183,7 @@ class ArrowEdges:
             }
             held = [field.name for field in schema if field.name in named]
             chosen = [held[k] for k in ends_of(held) or ()]
-        if len(chosen) != 2 or not set(chosen) <= set(integers):
+        if len(chosen) != 2 or chosen[0] == chosen[1] or not set(chosen) <= set(integers):
             known = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise SourceError(
                 f"{self.name}: no two integer columns {chosen}; give key='source,target', or where ends are "

@@ -25,6 +25,7 @@ ascending within each target (`featstore.packing.graphs.build`); what is CSC alr
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def open_graph(
     scratch_dir = None if scratch_dir is None else real_path(scratch_dir)
     _refuse_shards(spec)
     building = Building(memory_bytes, scratch_dir, edge_ids, source_nodes, ends)
-    if ends is not None and ends.textual:
+    if ends is not None and (ends.textual or isinstance(spec, Mapping)):
         kinds = tuple(None if spool is None else spool.kind for spool in (ends.sources, ends.targets))
         found = key_edges(spec, key, (kinds[0], kinds[1]))
         if found is not None:

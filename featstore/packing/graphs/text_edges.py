@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.errors import SourceError
-from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of, left_out
+from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_named, ends_of, left_out
 from featstore.packing.graphs.edges import Edges
 from featstore.packing.sources.lines import line_chunks
 
@@ -145,13 +145,7 @@ class TextEdges:
             return
 
     def _ends_named(self, names: list[str]) -> tuple[int, int]:
-        wanted = [part.strip().lower() for part in str(self._key).split(",")]
-        if len(wanted) != 2 or not {*wanted} <= {*names}:
-            raise SourceError(
-                f"{self.name}: no two columns {self._key!r}; graph_key='source,target' names two of "
-                f"{', '.join(names)}"
-            )
-        return names.index(wanted[0]), names.index(wanted[1])
+        return ends_named(str(self._key).lower(), names, self.name)
 
     def _one_of_both(self, header: bytes) -> int:
         """The comma or semicolon that parts a header."""

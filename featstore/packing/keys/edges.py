@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.files import load_given
 from featstore.base.keys import KeyBlock, KeyKind, as_keys, keys_of_arrow
+from featstore.base.system import is_regular
 from featstore.errors import SourceError
-from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of, left_out
+from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_named, ends_of, left_out
 from featstore.packing.graphs.edges import edge_axis
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
 from featstore.packing.sources.cells import column_blocks, line_cells, separator_of
@@ -60,8 +62,17 @@ def key_edges(
         separator = separator_of(path)
         if separator is not None:
             return _of_text(path, separator, key, kinds), file_fingerprint("keyed", path, key=key or "")
-        return None
+        if path.suffix.lower() != ".npy" or not is_regular(path):
+            return None
+        try:
+            spec = load_given(path)
+        except (OSError, ValueError) as error:
+            raise SourceError(f"cannot read edges from {path}: {error}") from None
     if isinstance(spec, np.ndarray) and not isinstance(spec, PygEdges) and spec.dtype.kind in "USOT":
+        if key is not None:
+            raise SourceError(
+                f"graph_key={key!r} names columns, and an array of edges has none: leave it out"
+            )
         axis = edge_axis(spec.shape, "<edges>")
         return _of_arrays(spec.take(0, axis), spec.take(1, axis), "<edges>")
     if is_frame(spec):
@@ -76,12 +87,7 @@ def key_edges(
 def _ends(names: Sequence[str], key: str | None, name: str, *, named: bool = False) -> tuple[int, int]:
     """Which columns are source and target. ``named``: only by their names."""
     if key is not None:
-        wanted = [part.strip() for part in key.split(",")]
-        if len(wanted) != 2 or any(list(names).count(one) != 1 for one in wanted):
-            raise SourceError(
-                f"{name}: no two columns {wanted}; give key='source,target' of {', '.join(names)}"
-            )
-        return names.index(wanted[0]), names.index(wanted[1])
+        return ends_named(key, names, name)
     known = {one.lower() for one in names} & {*SOURCE_NAMES, *TARGET_NAMES}
     ends = ends_of(names) if known or not named else None
     if ends is None:

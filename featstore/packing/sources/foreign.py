@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +106,7 @@ class TorchFileRows(TensorRows):
     def __init__(self, path: Path, key: str | None = None, name: str | None = None) -> None:
         tensor, key = load_tensor(path, key)
         label = name or (f"{path}[{key}]" if key else str(path))
+        _refuse_other_order(path)
         super().__init__(tensor, name=label)
         self._identity = file_fingerprint("torch", path, key=key or "", dtype=dtype_text(self.dtype))
 
@@ -119,6 +122,17 @@ class TorchFileRows(TensorRows):
             yield block
             if size > 0:
                 libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def _refuse_other_order(path: Path) -> None:
+    """torch turns the bytes of such a file in its mapping, where pages that are given back come unturned."""
+    with zipfile.ZipFile(path) as archive:
+        orders = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/byteorder")]
+    if orders and orders[0] != sys.byteorder:
+        raise SourceError(
+            f"{path}: written in {orders[0]}-endian order, and this machine's is {sys.byteorder}: load and "
+            "save it here first"
+        )
 
 
 def load_tensor(path: Path, key: str | None) -> tuple[Any, str | None]:

@@ -34,6 +34,11 @@ def frame_table(frame: Any, name: str) -> Any:
         raise SourceError(f"{name}: its columns are none of Arrow's ({error}); convert them first") from error
 
 
+def is_count(index: Any) -> bool:
+    """Whether an index of pandas says no more than the places: 0, 1, 2, ..."""
+    return (getattr(index, "start", None), getattr(index, "step", None)) == (0, 1)
+
+
 class FrameRows(ColumnRows):
     """Rows of a frame; one of pandas is converted by slices, so that it is never held twice."""
 
@@ -45,6 +50,8 @@ class FrameRows(ColumnRows):
         indexed = self._sliced is not None and hasattr(frame, "index")  # of pandas
         known = set(map(str, frame.columns if indexed else self._table.column_names))
         index = [one for one in self._table.column_names if one not in known]
+        if indexed and not index and not is_count(frame.index):  # Arrow leaves it out
+            index = [str(frame.index.name or "the index")]
         if index and columns is None and id is None:
             raise id_error(name, index[0], "it is the frame's index")
         rows = len(frame) if self._sliced is not None else self._table.num_rows

@@ -240,13 +240,14 @@ class IteratorRows(FeatureSource):
         self._passed: int | None = None  # rows of a whole pass
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Only what is known: an iterator's rows cannot be told from another's before they are read."""
+        """Only what is known: of an iterator's rows the first block, before they are read."""
         shape = ",".join(map(str, self.row_shape))
         return {
             "kind": "iterator",
             "rows": -1 if self.rows is None else self.rows,
             "shape": shape,
             "dtype": dtype_text(self.dtype),
+            "first_crc32": self._first_crc32,
         }
 
     def blocks(self, start: int = 0, block_rows: int = 65536) -> Iterator[NDArray[Any]]:

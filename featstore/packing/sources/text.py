@@ -308,11 +308,11 @@ def _described(
     what the user says of them, which may tell that the first line has names."""
     first, second = _cells(lines[0], name), _cells(lines[1], name)
     numbers, after = [_is_number(cell) for cell in first], [_is_number(cell) for cell in second]
-    counting = len(first) > 1 and first == [str(k) for k in range(len(first))]
-    if header and counting and any("." in cell for cell in second):
+    if header and first and first == [str(k) for k in range(len(first))]:
         raise SourceError(
-            f"{name}: its first line is 0,1,... {len(first) - 1}, which may be numbers of columns or a row; "
-            "take the line out if it is no row, write 0.0 in it if it is one"
+            f"{name}: its first line is {','.join(first[:3])}{',...' * (len(first) > 3)}, which may be "
+            "numbers of columns, as pandas writes them, or a row: take it out if it is no row, or write "
+            "a line of names above it"
         )
     if all(numbers) and first:
         return [Column(str(k), "number", "number") for k in range(len(first))], 0
