@@ -16,7 +16,7 @@ from featstore.base.called import called
 from featstore.base.environment import MEMORY, variable
 from featstore.base.sheets import Sheet, Shown
 from featstore.errors import ArgumentError
-from featstore.reader.options import memory_said
+from featstore.reader.options import as_static_bytes, memory_said
 from featstore.storage.manifest import GATHERED_FEATURE
 from featstore.storage.sheets import store_sheet
 from featstore.storage.store import OpenStore, StoredGraph, Table, check_on_disk
@@ -187,6 +187,9 @@ class Store(Shown, OpenStore):
                 raise ArgumentError(
                     "device_memory= and device_policy= are of a device: say which, with device="
                 )
+            if options.get("static", "auto") is None and as_static_bytes(options.get("static_memory")):
+                what = "static_memory= is for static rows, and static=None leaves none"
+                raise ArgumentError(f"{what}: leave it out")
             return Reader(self, **options)
         from featstore.reader.tiered import TieredReader, short
 

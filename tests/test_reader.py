@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,46 @@ def test_a_helper_that_wakes_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
     wake.set()
     helpers.shutdown(wait=True)
     assert sorted(i for a, b in seen for i in range(a, b)) == list(range(100))
+
+
+def test_interrupts_while_helpers_are_waited_for_hang_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come out when no helper writes any more, whether they come before a lock is taken or after."""
+    monkeypatch.setattr(lookup_module, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(lookup_module, "_SHARE_BYTES", 1)
+    helpers, seen = ThreadPoolExecutor(1), list[int]()
+    real = threading.RLock
+
+    class Interrupted:
+        """A lock that is taken, or not yet, when the interrupt comes."""
+
+        left = 2
+
+        def __init__(self) -> None:
+            self.lock = real()
+
+        def acquire(self, blocking: bool = True) -> bool:
+            if blocking and Interrupted.left:
+                Interrupted.left -= 1
+                if Interrupted.left:
+                    self.lock.acquire()
+                raise KeyboardInterrupt
+            return self.lock.acquire(blocking)
+
+        def release(self) -> None:
+            self.lock.release()
+
+    def work(begin: int, end: int) -> None:
+        time.sleep(0.001)
+        seen.extend(range(begin, end))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lookup_module.threading, "RLock", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lookup_module._in_parallel(work, 100, 1, helpers)
+    count = len(seen)
+    time.sleep(0.05)
+    assert len(seen) == count, "a helper still writes"
+    helpers.shutdown(wait=True)
 
 
 def test_a_matrix_as_out_is_filled(store: featstore.Store, features: np.ndarray) -> None:

@@ -20,6 +20,7 @@ from gates import Gate
 
 import featstore
 import featstore.reader.reader
+from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.reader.reader import IN_FLIGHT_MAX, Reader
 
@@ -392,3 +393,36 @@ def test_readers_outlive_their_store(store: featstore.Store, features: np.ndarra
     with store.reader(memory=MEMORY, engine=engine) as reader:
         store.close()
         np.testing.assert_array_equal(reader.read([3]), features[[3]])
+
+
+@pytest.mark.parametrize("step", ["begin", "open_piece", "add_done_callback", "close_piece"])
+def test_what_lies_below_is_abandoned_where_chaining_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Nothing may go on to write into rows that the caller has back."""
+    below = Request(lambda: None)
+    below.begin()
+    cancelled: list[bool] = []
+
+    class Piece:
+        def cancel(self) -> None:
+            cancelled.append(True)
+            below.close_piece(self, CancelledError())
+
+    piece = Piece()
+    below.open_piece(piece)
+    below.close_piece(None, None)
+    own, count = getattr(Request, step), [0]
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        if count[0] == 1:
+            raise KeyboardInterrupt
+        return own(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chained(below, lambda: None)
+    assert cancelled
+    assert below.done()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import featstore
 from featstore.base.bitmap import set_bits
 from featstore.base.native import address_of
-from featstore.errors import BudgetError, IdError, SourceError
+from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
 from featstore.tiers.static import StaticRows, serve_rows
 
 IN_ORDER = np.empty(0, np.int32)
@@ -233,6 +233,12 @@ def test_small_requests_from_memory_are_as_any_other(
 def test_bad_static_ids_are_refused(store: featstore.Store, bad: Any) -> None:
     with pytest.raises(IdError):
         store.reader(static=bad)
+
+
+def test_memory_for_static_rows_that_are_none_is_refused(store: featstore.Store) -> None:
+    with pytest.raises(ArgumentError, match="static_memory= is for static rows, and static=None leaves none"):
+        store.reader(memory="4MiB", static=None, static_memory="1MiB")
+    store.reader(memory="4MiB", static=None, static_memory=0).close()
 
 
 @given(st.integers(1, 1000), st.integers(0, 200_000))

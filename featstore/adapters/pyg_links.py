@@ -38,7 +38,7 @@ from featstore.loaders.report import LoaderReport
 from featstore.loaders.said import told
 from featstore.loaders.samplers import sampler_over_hosts
 from featstore.loaders.shares import MemoryShares
-from featstore.reader.options import as_memory
+from featstore.reader.options import SAMPLERS_READING, as_memory
 from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions, plainly
 from featstore.sampling.batches import bytes_in_memory, open_sampler
 from featstore.sampling.link_batches import LinkBatches
@@ -125,10 +125,9 @@ class LinkNeighborLoader:
         refuse(options)
         warn_of(options)
         num_neighbors, self.batch_size = unwrapped(num_neighbors, data.edge_types), batch_size
-        negatives = negatives_of(neg_sampling, neg_sampling_ratio)
+        negatives, memory_bytes = negatives_of(neg_sampling, neg_sampling_ratio), as_memory(memory)
         labels = _labels(_array(data, edge_label, "edge_label"), negatives)
         times = _array(data, edge_label_time, "edge_label_time")
-        memory_bytes = as_memory(memory)
         said = {name: options.pop(name) for name in SAMPLING_OPTIONS if name in options}
         seed, graph = as_integer(options.pop("seed", 0), "seed"), options.pop("graph", None)
         given: dict[str, Any] = {
@@ -151,14 +150,15 @@ class LinkNeighborLoader:
             of, ends = graph_of(data, graph), _array(data, edge_label_index, "edge_label_index")
             made = partial(_batches_of, data, of, ends, num_neighbors, said)
             names = attached(data, of.table.rows, attach, options)
-            edges, tables = edge_table_of(data, of.name, options.get("mode")), {of.table.name: of.table}
-
+            edges = edge_table_of(data, of.name, options.get("mode"))
+            tables = {of.table.name: data.tables[of.table.name]}
         place = data.place if isinstance(data, WholeStore) else None
         if place is not None and place.ranks == 1:
             options.pop("shared", None)
         shared = options.get("shared", False) is not False or (place is not None and place.ranks > 1)
         asked = {"num_neighbors": canonical(num_neighbors), "seed": seed, "graph": of.name} | plainly(said)
         alike = _alike(self._type, ends, negatives, given, asked)
+        given["reading"] = {name: options[name] for name in SAMPLERS_READING if name in options}
         links = LinksOfRanks(alike, partial(made, seed=seed, negatives=negatives, **given), tables)
         to_read: LinkBatches | LinksOfRanks = links
         if shared:
@@ -252,7 +252,8 @@ def _alike(
 
 def _batches_of(
     data: OpenStore, graph: StoredGraph, ends: Any, fanouts: Any, said: dict[str, Any], memory_bytes: int,
-    ranks: tuple[Sequence[int], int], *, seed: int, negatives: Negatives | None, **given: Any,
+    ranks: tuple[Sequence[int], int], *, seed: int, negatives: Negatives | None, reading: Mapping[str, Any],
+    **given: Any,
 ) -> tuple[LinkBatches, MemoryShares]:  # fmt: skip
     """Mini-batches of a graph without types around links ``ends``, None for all edges, of ``ranks``, those
     here and how many there are; and the shares of memory."""
@@ -263,8 +264,9 @@ def _batches_of(
 
     def sampler_of(memory: int, in_memory: bool) -> Any:
         return open_sampler(
-            data, numbers, seed=seed, graph=graph.name, memory=memory, in_memory=in_memory, options=named
-        )
+            data, numbers, seed=seed, graph=graph.name, memory=memory, in_memory=in_memory, options=named,
+            **reading,
+        )  # fmt: skip
 
     known = check_links_numbered(graph, ends, given)
     if isinstance(data, WholeStore) and data.splits_topology:

@@ -138,7 +138,7 @@ class NeighborLoader:
             seeds = typed_seeds(data, input_nodes)
             self._type, self._seeds, masked = seeds.node_type, seeds.ids, seeds.masked
             fanouts = canonical(fanouts)
-            self._unnumbered = without_numbers(data, options.get("subgraph_type"))
+            self._unnumbered = without_numbers(data, options.get("subgraph_type"), options.get("mode"))
             table = data.tables[seeds.node_type]
             names, edges = (
                 typed_attached(data, attach, self._unnumbered), numbered(data, self._unnumbered),

@@ -75,8 +75,11 @@ def canonical(given: Any) -> Any:
     }
 
 
-def without_numbers(store: OpenStore, subgraph: Any) -> list[EdgeType]:
-    """The edge types whose mini-batches have edges without a number: those that another one leads back."""
+def without_numbers(store: OpenStore, subgraph: Any, mode: str | None = None) -> list[EdgeType]:
+    """The edge types whose mini-batches have edges without a number: those that another one leads back; in
+    mode partitions of one host all."""
+    if mode == "partitions" and store.on_disk is not store:
+        return list(store.edge_types)
     if getattr(subgraph, "value", subgraph) != "bidirectional":
         return []
     return [of for of, back in reverses(store.edge_types).items() if back != of]
@@ -110,7 +113,7 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
     for names, why in (
         (wrong, "the name means something else there; pack it under another one"),
         (lost, "values of edges without numbers: pack the graph with edge_ids=True, and take no "
-               "subgraph_type='bidirectional'"),
+               "subgraph_type='bidirectional', nor mode='partitions' where rows are on several hosts"),
         (no_tensor, NO_TENSOR),
     ):  # fmt: skip
         if names:
@@ -140,7 +143,7 @@ def typed_links(store: OpenStore, given: Any) -> tuple[EdgeType, Any]:
 def typed_link_batches(
     store: OpenStore, link_type: EdgeType, ends: Any, fanouts: Any, said: Mapping[str, Any],
     memory_bytes: int, ranks: tuple[Sequence[int], int], *, seed: int, negatives: Negatives | None,
-    **links: Any,
+    reading: Mapping[str, Any], **links: Any,
 ) -> tuple[LinkBatches, MemoryShares]:  # fmt: skip
     """Mini-batches around links of an edge type, ``ends`` or all its edges, by their numbers where the graph
     keeps these, of ``ranks``, those here and how many there are; and the shares of memory. Raises
@@ -157,7 +160,7 @@ def typed_link_batches(
         sampler, ends, shares = link_sampler(
             graph, ends, memory_bytes, typed_bytes(store) + options.needed_bytes,
             lambda: TypedInMemory(store, link_type[0], fanouts, seed, options=options.read()),
-            typed_on_disk(store, link_type[0], fanouts, options, seed=seed),
+            typed_on_disk(store, link_type[0], fanouts, options, seed=seed, **reading),
         )  # fmt: skip
     around = LinkSampler(sampler, link_type=link_type, negatives=negatives)
     own = links_of_hosts(store, (link_type[0], link_type[2]), around, ends, *ranks)
@@ -250,7 +253,7 @@ def numbered(store: OpenStore, unnumbered: Sequence[EdgeType]) -> list[str]:
         warnings.warn(
             f"mini-batches have no edge_attr of {', '.join(missing)}: the graph does not number the rows, or "
             "edges are among them that have none: pack it with edge_ids=True, and take no "
-            "subgraph_type='bidirectional'",
+            "subgraph_type='bidirectional', nor mode='partitions' where rows are on several hosts",
             FeatstoreWarning,
             stacklevel=3,
         )

@@ -47,6 +47,14 @@ def position_of(
     return epoch, as_count(state.get("next"), "next of the state", 0, most), place
 
 
+def ends_before(after: int, count: int) -> ArgumentError:
+    """For a state after more mini-batches than its epoch has here."""
+    return ArgumentError(
+        f"the state is of an epoch of {after:,} mini-batches or more, and this one has {count:,}: give those "
+        "that it was taken with, or begin anew, set_epoch()"
+    )
+
+
 def _check_same(found: Any, here: Any, name: str) -> None:
     if type(found) is not type(here) or found != here:
         raise ArgumentError(

@@ -145,7 +145,8 @@ def extent_bytes_max(memory_bytes: int, tables: Collection[Table]) -> int:
 
 def batch_bytes(rows: int, row_bytes: int) -> int:
     """Memory for the rows of a mini-batch in a group: the next one's begin aligned, too."""
-    return rows * row_bytes + math.lcm(ALIGNMENT, row_bytes)
+    step = math.lcm(ALIGNMENT, row_bytes)
+    return -(-rows * row_bytes // step) * step
 
 
 def parse_disk(disk: int | str | None, store: OpenStore) -> int | None:

@@ -231,9 +231,13 @@ def in_pieces(
 
 def chained(below: Request, finish: Callable[[], Any]) -> Request:
     """A request that is done when another is, or fails as it does; with a result of its own."""
-    request = Request(finish)
-    request.begin()
-    request.open_piece(below)
-    below.add_done_callback(lambda _: request.close_piece(below, below.exception()))
-    request.close_piece(None, None)
+    try:
+        request = Request(finish)
+        request.begin()
+        request.open_piece(below)
+        below.add_done_callback(lambda _: request.close_piece(below, below.exception()))
+        request.close_piece(None, None)
+    except BaseException:
+        below.abandon()
+        raise
     return request

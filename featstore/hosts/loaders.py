@@ -17,7 +17,8 @@ from featstore.hosts.line import HostLine, Outgoing
 from featstore.hosts.wire import Wire
 
 _EPOCHS_MAX = 1 << 40  # of a loader: its epoch has the number loader * _EPOCHS_MAX + epoch
-_ASKED, _TAKEN_BACK = -1, -2  # in place of steps: how many there are is asked, or not any more
+#: In place of steps: how many there are is asked, or not any more; or there will be none.
+_ASKED, _TAKEN_BACK, _CLOSED = -1, -2, -3
 
 
 class Beginning(NamedTuple):
@@ -60,6 +61,7 @@ class LoadersOfHosts:
         self._theirs: dict[tuple[int, int], int] = {}
         self._steps: dict[tuple[int, int], int] = {}  # by host, and number of an epoch
         self._asked: dict[tuple[int, int], int] = {}  # by host and loader the epoch whose steps it waits for
+        self._closed: set[tuple[int, int]] = set()  # host and loader
         self._threads: dict[int, int] = {}  # which goes through a loader
         self._begun: dict[tuple[int, int], list[Beginning]] = {}  # by host and loader, of each iteration
         self._elsewhere: list[str] = []  # where others begin, which nobody was told yet
@@ -113,20 +115,28 @@ class LoadersOfHosts:
             self._steps[self._host, number] = steps
             self._say(ms.Kind.STEPS, number, steps)
 
+    def say_closed(self, loader: int) -> None:
+        """Tell all hosts that there will be no steps beyond those that this one has told."""
+        self._say(ms.Kind.STEPS, loader * _EPOCHS_MAX, _CLOSED)
+
     def heard_steps(self, peer: int, number: int, steps: int) -> None:
-        """Another host has said how many it has, or asks how many this one has, or does not any more."""
+        """Another host has said how many it has, or asks how many this one has, or does not any more, or has
+        closed the loader."""
         loader, epoch = divmod(number, _EPOCHS_MAX)
         if steps == _ASKED:
             self._asked[peer, loader] = epoch
         elif steps == _TAKEN_BACK:
             self._asked.pop((peer, loader), None)
+        elif steps == _CLOSED:
+            self._closed.add((peer, loader))
         else:
             self._steps[peer, number] = steps
         self._exchange.changed()
 
     def steps_of_all(self, loader: int, epoch: int, unwanted: Callable[[], bool]) -> list[int]:
         """The steps of all hosts in an epoch, in their order, waited for until nobody wants them any more.
-        Raises PeerError, also where a host waits for those of another epoch, ClosedError."""
+        Raises PeerError, also where a host waits for those of another epoch, or has closed the loader;
+        ClosedError."""
         number, found = loader * _EPOCHS_MAX + epoch, list[int]()
         for host in range(self._exchange.wire.hosts):
             if (host, number) not in self._steps:
@@ -144,6 +154,9 @@ class LoadersOfHosts:
                     raise exchange.error
                 if line.bye_heard:
                     raise exchange.peer_error(host, "has closed the store, and begins no epoch any more")
+                if (host, loader) in self._closed and (host, number) not in self._steps:
+                    what = f"has closed its loader {loader}, and begins epoch {epoch} of it no more"
+                    raise exchange.peer_error(host, what)
                 exchange.check_process()
                 if unwanted():
                     raise ClosedError(

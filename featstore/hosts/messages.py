@@ -18,6 +18,7 @@ BYE   I ask for nothing more                  0      0
 SAME  my n-th loader has options of a digest  n      digest
 STEPS an epoch of one of my loaders has steps which  steps
       -1: how many has yours? -2: never mind
+      -3: I have closed it, and say no more
 BEGIN an iteration of a loader begins         loader epoch  int64s: step, mini-batches handed out before
 END   nothing more is said; comes twice       0      0
 ===== ======================================= ====== ====== ============================================

@@ -175,7 +175,7 @@ class HostsRows(HostsSource):
         self._peers = PeersSource(store, owners, exchange, asked)
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
         super().__init__(store, owners, reader, below if halo is None else halo.over(below), asked)
-        self._reader = reader
+        self._reader, self.memory_bytes = reader, reader.budget.memory_bytes
 
     @property
     def remote_rows(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreW
 from featstore.hosts.copies import DiskCopies
 from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
+from featstore.hosts.loaders import LoadersOfHosts
 from featstore.hosts.messages import Kind
 from featstore.hosts.owners import Owners
 from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
@@ -328,15 +329,10 @@ class WholeStore(OpenStore):
         if self._exchange is not None:
             self._exchange.loaders.say_position(loader, epoch, step, handed)
 
-    def say_steps(self, loader: int, epoch: int, steps: int) -> None:
-        """Tell all hosts how many steps this one has in an epoch of the loader of that number."""
-        if self._exchange is not None:
-            self._exchange.loaders.say_steps(loader, epoch, steps)
-
-    def steps_of_all(self, loader: int, epoch: int, unwanted: Callable[[], bool]) -> list[int]:
-        """The steps of all hosts there, waited for until nobody wants them any more; of one host none. Raises
-        PeerError, ClosedError."""
-        return [] if self._exchange is None else self._exchange.loaders.steps_of_all(loader, epoch, unwanted)
+    @property
+    def loaders_of_hosts(self) -> LoadersOfHosts | None:
+        """What hosts tell each other of their loaders; None of one host."""
+        return None if self._exchange is None else self._exchange.loaders
 
     def received(self) -> tuple[int, int]:
         """Rows that have come from other hosts, and their bytes."""

@@ -148,6 +148,7 @@ class Batch:
         """The mini-batch as a ``Data``, with PyG's names."""
         from torch_geometric.data import Data
 
+        self._check_places(self.n_id, ids_of(self.sample))
         data = Data(
             x=_tensor(self.x, "x"), edge_index=_tensor(self.edge_index, "edge_index"),
             n_id=_tensor(self.n_id, "n_id"), batch_size=self.batch_size,
@@ -178,7 +179,9 @@ class Batch:
                 "of edges, as the store's own does, or made one"
             )
         data, counts = HeteroData(), self.num_sampled_nodes
+        known = ids_of(self.sample)
         for node_type, ids in self.n_id.items():
+            self._check_places(ids, known.get(node_type) if isinstance(known, Mapping) else None)
             store = data[node_type]
             store.n_id, store.num_nodes = _tensor(ids, "n_id"), len(ids)
             store.num_sampled_nodes = list(counts[node_type])
@@ -195,11 +198,23 @@ class Batch:
                 data[key][name] = list(value) if listed else _tensor(value, name)
         return data
 
+    def _check_places(self, ids: Any, sampled: Any) -> None:
+        """Raise SourceError where edges speak of places among other nodes than the rows are of."""
+        if sampled is not None and not np.array_equal(_on_host(ids), _on_host(sampled)):
+            raise SourceError(
+                "nodes= gave this mini-batch other rows than its sampler's nodes, of whose places edge_index "
+                "speaks: put rows and edges together yourself, from batch.n_id and batch.sample"
+            )
+
     def __repr__(self) -> str:
         nodes = (
             {t: len(i) for t, i in self.n_id.items()} if isinstance(self.n_id, Mapping) else len(self.n_id)
         )
         return f"<Batch {self.index}: {nodes} nodes>"
+
+
+def _on_host(values: Any) -> Any:
+    return values.cpu().numpy() if hasattr(values, "cpu") else np.asarray(values)
 
 
 def _tensor(values: Any, name: str) -> Any:

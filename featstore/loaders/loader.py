@@ -13,11 +13,11 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
 from featstore.base.called import called
+from featstore.base.closers import Closers
 from featstore.base.environment import MEMORY
 from featstore.base.logs import LOG
 from featstore.base.sheets import Sheet, Shown
@@ -87,7 +87,7 @@ class Loader(Shown, LoaderBase):
             raise ArgumentError("validation_memory= is a part of memory=, and leaves nothing of it")
         self._watch = Watch() if args.as_flag(given.get("progress", False), "progress") else None
         given.tell = None if self._watch is None else self._watch.line.step
-        self._opened = ExitStack()
+        self._opened = Closers()
         try:
             making = Making(
                 self.store, batches, given, self.memory_bytes - self._left, self._left, self._opened
@@ -282,7 +282,7 @@ class Loader(Shown, LoaderBase):
     def close(self) -> None:
         """Give everything back; an iteration under way ends with ClosedError. May be called more than
         once."""
-        if not self._closed and self.here:
+        if self.here:
             self._closed = True
             self._opened.close()
 

@@ -4,12 +4,12 @@ options."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 from featstore import arguments as args
+from featstore.base.closers import Closers
 from featstore.base.training_nodes import checked_train
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
@@ -24,7 +24,14 @@ from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.owned import owned_partitions
-from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, check_reused, compiled_mode
+from featstore.loaders.modes import (
+    Mode,
+    PartitionsMode,
+    RollingMode,
+    check_reused,
+    closed_unless_done,
+    compiled_mode,
+)
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given
@@ -57,7 +64,7 @@ class Making:
 
     def __init__(
         self, store: OpenStore, batches: Sampler | LinksOfRanks | None, given: Given, memory_bytes: int,
-        aside: int, opened: ExitStack,
+        aside: int, opened: Closers,
     ) -> None:  # fmt: skip
         self.store, self.given, self._opened = store, given, opened
         self._links = batches if isinstance(batches, LinksOfRanks) else None
@@ -156,15 +163,12 @@ class Making:
         with self.shares.told_of_all():
             mode = make[given.mode](given.of_mode())
         mode.share, mode.told_of_all, mode.whole = self.share, self.shares.told_of_all, self.whole.batch
-        try:
+        with closed_unless_done(mode):
             if isinstance(self.store, WholeStore):
                 mode.check = self.store.check_loaders
                 if self._alike:
                     mode.say = partial(self.store.say_position, self.store.agree(self._alike))
             self._then()
-        except BaseException:
-            mode.close()
-            raise
         return mode
 
     def _taken(self, batches: Sampler | None) -> Taken:
@@ -216,7 +220,7 @@ class Making:
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         sampler, table, self.shares = sampler_within(
             self.store, fanouts, self.shares, seed=self._seed, graph=graph,
-            check=self.whole.check_sampled, said=given.said,
+            check=self.whole.check_sampled, said=given.said, reading=given.reading,
         )  # fmt: skip
         made = self._divided(sampler, nodes, table.name)
         self.shares = rows_first(made, {table.name: table}, self.shares)
@@ -258,7 +262,7 @@ class Making:
         seeds = TypedSeeds.of(self.store, self.given.get("seeds"), repeated=True)
         fanouts = self.given.get("fanouts")
         sampler, self.shares = typed_sampler_within(
-            self.store, seeds, fanouts, self.shares, self._seed, self.given.said
+            self.store, seeds, fanouts, self.shares, self._seed, self.given.said, self.given.reading
         )
         made = self._divided(sampler, seeds.ids, seeds.node_type)
         tables = {name: self.store.tables[name] for name in self.store.node_types}
@@ -318,9 +322,6 @@ class Making:
                 f"{self.store.path} is a compiled trace itself: mini-batches, seeds= and name= are for the "
                 "store that it was compiled for"
             )
-        if self._in_order and args.as_flag(own.get("reuse", False), "reuse"):
-            why = "reuse= takes mini-batches as they were recorded, in whatever order that was"
-            raise ArgumentError(f"{why}: leave out seeds_in_order=")
         share, steps = self.share, None
         if isinstance(share, RankedBatches) or (share is not None and share.of_links):
             steps = share.epoch_steps() * (len(self._here) if isinstance(share, RankedBatches) else 1)
@@ -330,18 +331,17 @@ class Making:
         known = self._links or self._batches, self._here, self._seeds_of_a_step()
         by = recorded_of(self.store, self.given, *known)
         mode = compiled_mode(
-            self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes, sampled_by=by,
+            self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
+            sampled_by=by[0] if by else None,
             seed=self._seed, loader=options | self.given.reading, progress=self.given.tell, **own,
         )  # fmt: skip
         self._then = partial(check_reused, mode.loader.compiled, name, steps, by)
         if not isinstance(self.share, GivenShare) or self.share.of_links:  # reuse= may find other ones there
-            self._alike["recorded"] = mode.loader.compiled.epochs().tolist()
-        try:
+            as_asked = not by or mode.loader.compiled.sampled_by in ("", *by)
+            self._alike["recorded"] = mode.loader.compiled.epochs().tolist(), as_asked
+        with closed_unless_done(mode):
             sampled = self._sampled and self.given.get("nodes") is None  # which may have wanted others
             self.whole.check_compiled(mode.loader.compiled.entry.tables, sampled)
-        except BaseException:
-            mode.close()
-            raise
         return mode
 
     def _rolling(self, own: dict[str, Any]) -> Mode:
@@ -361,8 +361,9 @@ class Making:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"
             )
-        if isinstance(own.get("passes"), str) and self.ranks.shares > 1:
-            raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
+        alone = self.ranks.shares == 1 and not isinstance(self.store, WholeStore)
+        if isinstance(own.get("passes"), str) and not alone:
+            raise ArgumentError("passes='auto' follows each rank's own clock: give a number of passes")
         if not self.store.edge_types:
             self.whole.check_sampled(graph_of(self.store, self.given.get("graph")))
         elif not self._of_types:

@@ -11,8 +11,8 @@ are wanted when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -173,10 +173,21 @@ def compiled_mode(
         raise
 
 
+@contextmanager
+def closed_unless_done(mode: Mode) -> Iterator[None]:
+    """Close a mode where what follows fails."""
+    try:
+        yield
+    except BaseException:
+        mode.close()
+        raise
+
+
 def check_reused(
-    compiled: CompiledTrace, name: str | None, steps: int | None, sampled_by: str | None
+    compiled: CompiledTrace, name: str | None, steps: int | None, sampled_by: Sequence[str]
 ) -> None:
-    """Raise ArgumentError where epochs are not of so many mini-batches, or of others, where that is known."""
+    """Raise ArgumentError where epochs are not of so many mini-batches, or of others than those that one of
+    ``sampled_by`` tells, where that is known."""
     lengths = np.diff(compiled.epochs())
     if steps is not None and (lengths != steps).any():
         raise ArgumentError(
@@ -184,7 +195,7 @@ def check_reused(
             f"for have {steps:,}: it is of other seeds, mini-batches or ranks. Give another name=, or leave "
             "out reuse="
         )
-    if sampled_by and compiled.sampled_by not in ("", sampled_by):
+    if sampled_by and compiled.sampled_by not in ("", *sampled_by):
         raise ArgumentError(
             f"reuse= finds mini-batches under the name {name!r} that were sampled otherwise: of other seeds "
             "or links, fanouts, batch_size, graph, options or ranks. Give another name=, or leave out reuse="

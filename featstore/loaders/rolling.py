@@ -247,7 +247,8 @@ class RollingLoader(LoaderBase):
 
     def report(self) -> LoaderReport:
         """What has been measured in all episodes so far."""
-        report = self._done if self._loader is None else self._done.plus(self._loader.report())
+        loader = self._loader  # another thread goes on to the next
+        report = self._done if loader is None else self._done.plus(loader.report())
         preparing = {
             "sample": sum(self.sampling_seconds), "prepare": sum(self.preparing_seconds),
             "episode wait": sum(self.waiting_seconds),

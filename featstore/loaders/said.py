@@ -11,8 +11,10 @@ import numpy as np
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.options import Given
-from featstore.sampling.attributes import said_otherwise
+from featstore.sampling.attributes import plainly
 from featstore.sampling.link_batches import LinkBatches
+from featstore.sampling.typed import typed_fanouts
+from featstore.sampling.typed_store import TypedSeeds, by_edge_type, typed_graphs
 from featstore.storage.store import OpenStore
 
 #: What a digest of that is called in states.
@@ -31,8 +33,16 @@ def samples_of(
         return ""
     else:
         graph = given.get("graph")
-        graph = None if len(store.graphs) == 1 and graph in store.graphs else graph  # it need not be said
-        what = {"seeds": _ids(store, given.get("seeds")), "fanouts": given.get("fanouts"), "graph": graph}
+        fanouts = given.get("fanouts")
+        if store.edge_types and graph is None:
+            seeds: Any = TypedSeeds.of(store, given.get("seeds"), repeated=True)
+            seeds, graphs = (seeds.node_type, seeds.ids), typed_graphs(store)
+            fanouts = typed_fanouts(by_edge_type(graphs, fanouts), list(graphs))
+        else:
+            seeds = _ids(store, given.get("seeds"))
+            if len(store.graphs) == 1 and graph in store.graphs and not store.edge_types:
+                graph = None  # it need not be said
+        what = {"seeds": seeds, "fanouts": fanouts, "graph": graph}
         what = {"seed": given.get("seed", 0)} | what | dict(others or {})
         text = repr(sorted((name, told(one)) for name, one in what.items()) + said_alike(given.said))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -40,20 +50,21 @@ def samples_of(
 
 def recorded_of(
     store: OpenStore, given: Given, batches: Any, ranks: Sequence[int], of_a_step: Mapping[str, Any]
-) -> str | None:
-    """What tells mini-batches that were recorded from others, drawn by whatever number; None where nobody
-    knows. ``ranks``: whose they are. ``of_a_step``: how seeds are cut."""
+) -> list[str]:
+    """What tells mini-batches that were recorded from others, drawn by whatever number: first of those that
+    are asked for, then of such as do as well, recorded with ``nodes=`` that are not said again. Empty where
+    nobody knows. ``ranks``: whose they are. ``of_a_step``: how seeds are cut."""
     if isinstance(store, WholeStore):  # hosts may have other numbers in each run
         ranks = [store.place.share(rank) for rank in ranks]
     samples = samples_of(store, given, batches, {"seed": None})
-    text = f"{samples} {list(ranks)} {sorted(of_a_step.items())}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if samples else None
+    text = f"{samples} {list(ranks)} {sorted(of_a_step.items())} {bool(given.get('seeds_in_order'))}"
+    named = [True] if given.get("nodes") is not None else [False, True]  # by a function that nobody knows
+    digests = [hashlib.sha256(f"{text} {one}".encode()).hexdigest()[:16] for one in named]
+    return digests if samples else []
 
 
 def _ids(store: OpenStore, seeds: Any) -> Any:
     """Seeds however they were said: by name, or as a mask."""
-    if isinstance(seeds, tuple) and len(seeds) == 2 and isinstance(seeds[0], str):
-        return seeds[0], _ids(store, seeds[1])
     seeds = store.arrays[seeds] if isinstance(seeds, str) and seeds in store.arrays else seeds
     mask = str(getattr(seeds, "dtype", "")).endswith("bool")  # torch's, too
     return np.flatnonzero(np.asarray(seeds)) if mask else seeds
@@ -61,7 +72,7 @@ def _ids(store: OpenStore, seeds: Any) -> Any:
 
 def said_alike(said: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Of the options of sampling that are not as by default: names, and what tells them from others."""
-    return sorted((name, told(said[name])) for name in said_otherwise(said))
+    return sorted((name, told(one)) for name, one in plainly(said).items())
 
 
 def told(option: Any) -> str:

@@ -30,24 +30,26 @@ from featstore.storage.store import OpenStore, StoredGraph, Table
 
 def sampler_within(
     store: OpenStore, fanouts: tuple[int, ...], shares: MemoryShares, *, seed: int, graph: str | None,
-    check: Callable[[StoredGraph], None], said: Mapping[str, Any],
+    check: Callable[[StoredGraph], None], said: Mapping[str, Any], reading: Mapping[str, Any],
 ) -> tuple[GraphSampler, Table, MemoryShares]:  # fmt: skip
-    """A sampler over the graph, when that has passed ``check``, with the options that were ``said``; the
-    table that this is over; and the shares with what the sampler takes."""
+    """A sampler over the graph, when that has passed ``check``, with the options that were ``said``, and of
+    ``reading`` where it is from disk; the table that this is over; and the shares with what the sampler
+    takes."""
     of = graph_of(store, graph)
+    table = store.tables[of.table.name]  # a whole topology has a byte for each node in its place
     check(of)
     options = NamedOptions(store, of, said)
     if isinstance(store, WholeStore) and store.splits_topology:
         made, shares = sampler_over_hosts(
             options, shares, lambda **asked: HostsSampler(store, fanouts, seed=seed, graph=graph, **asked)
         )
-        return made, of.table, shares
+        return made, table, shares
     whole, least = sampler_needs(store, fanouts, graph, options)
     shares = replace(shares, graph_bytes=whole, least_bytes=least)
     with shares.told_of_all():
         memory = shares.sampler_bytes
-        made = open_sampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=options)
-    return made, of.table, shares
+        made = open_sampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=options, **reading)
+    return made, table, shares
 
 
 def sampler_over_hosts(
@@ -158,18 +160,18 @@ def _reopened(made: Drawn, sampler: DiskSampler, shares: MemoryShares) -> DiskSa
 
 def typed_sampler_within(
     store: OpenStore, seeds: TypedSeeds, fanouts: Any, shares: MemoryShares, seed: int,
-    said: Mapping[str, Any],
+    said: Mapping[str, Any], reading: Mapping[str, Any],
 ) -> tuple[TypedInMemory | TypedStoredSampler | TypedHostsSampler, MemoryShares]:  # fmt: skip
     """A sampler over all edge types of the store, with the options that were ``said``: over graphs in memory
-    where these fit the sampler's share, else from disk, or over lists of several hosts; and the shares with
-    what the sampler takes. Raises BudgetError, ArgumentError, SourceError."""
+    where these fit the sampler's share, else from disk, as ``reading`` says, or over lists of several hosts;
+    and the shares with what the sampler takes. Raises BudgetError, ArgumentError, SourceError."""
     options = TypedOptions(store, said)
     if isinstance(store, WholeStore) and store.splits_topology:
         of = store, seeds.node_type, fanouts
         return sampler_over_hosts(options, shares, lambda **asked: TypedHostsSampler(*of, seed=seed, **asked))
     whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
     if whole > shares.sampler_bytes:
-        on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed)
+        on_disk = typed_on_disk(store, node_type, fanouts, options, seed=seed, **reading)
         divided = replace(shares, graph_bytes=whole, least_bytes=least_on_disk(on_disk))
         if whole > divided.sampler_bytes:
             with divided.told_of_all():
@@ -181,10 +183,10 @@ def typed_sampler_within(
 
 
 def typed_on_disk(
-    store: OpenStore, node_type: str, fanouts: Any, options: TypedOptions, *, seed: int = 0
+    store: OpenStore, node_type: str, fanouts: Any, options: TypedOptions, *, seed: int = 0, **reading: Any
 ) -> Callable[[int], TypedStoredSampler]:  # fmt: skip
-    """What makes a sampler from disk within so many bytes, over all edge types; it raises BudgetError, also
-    for options that need the graphs in memory."""
+    """What makes a sampler from disk within so many bytes, over all edge types, which reads as ``reading``
+    says; it raises BudgetError, also for options that need the graphs in memory."""
     of_memory = options.of_memory
     said = None if of_memory else options.from_disk()
 
@@ -195,7 +197,9 @@ def typed_on_disk(
                 "names with edge_weights= or edge_times=, which are read from disk)"
             )
             raise BudgetError(typed_bytes(store) + options.needed_bytes, memory, what)
-        return TypedStoredSampler(store, node_type, fanouts, memory=memory, seed=seed, options=said)
+        return TypedStoredSampler(
+            store, node_type, fanouts, memory=memory, seed=seed, options=said, **reading
+        )
 
     return made
 

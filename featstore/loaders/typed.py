@@ -21,6 +21,7 @@ from featstore.loaders.whole import (
     name_taken,
     put_values,
     values_of,
+    with_recorded_ids,
 )
 from featstore.sampling.minibatch import Ids
 from featstore.storage.edge_types import EdgeType, joined_name
@@ -159,9 +160,16 @@ class TypedRows(WantedRows):
         ids, sample = super().of(made)
         inner = sample["sample"] if has_recorded_ids(sample) else sample
         wanted = {name: one for name, one in ids.items() if name not in self._whole.featureless}
+        if len(wanted) < len(ids) and not self._kept_by(sample):  # what has no rows would be gone
+            sample = with_recorded_ids(sample, {name: one.copy() for name, one in ids.items()})
         for table, edge_type in self._whole.edge_types.items():
             wanted[table] = _numbers(inner, edge_type, f"edge_table={table!r}")
         return wanted, sample
+
+    def _kept_by(self, sample: Any) -> bool:
+        """Whether the ids of all types are found in a sample afterwards."""
+        own = self._nodes is None and isinstance(field_of(sample, "row"), Mapping)
+        return own or of_pyg(sample) or has_recorded_ids(sample)
 
 
 def _numbers(made: Any, edge_type: EdgeType, what: str) -> Any:

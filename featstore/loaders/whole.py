@@ -54,7 +54,7 @@ class WantedRows:
         if self._attached and not of_pyg(sample) and not {*ids} & {"", *self._attached}:
             raise _no_nodes(ids)
         if self._recorded and not _knows_ids(sample, named=self._nodes is not None):
-            sample = {_IDS: ids[""] if list(ids) == [""] else dict(ids), "sample": sample}
+            sample = with_recorded_ids(sample, ids[""] if list(ids) == [""] else dict(ids))
         if self._edges is None:
             return ids, sample
         nodes, edges = self._edges
@@ -210,7 +210,11 @@ class Whole:
                 batch.n_id = next(ids for name, ids in batch.n_id.items() if name != edges)
         like = next(iter(batch.x.values()), None) if isinstance(batch.x, Mapping) else batch.x
         for name, array in self.arrays.items():
-            ids = self._nodes_of(batch) if name not in self.of_edges else _edges_of(batch.sample, name)
+            ids = (
+                self._nodes_of(batch)
+                if name not in self.of_edges
+                else _edges_of(batch.sample, name, len(array))
+            )
             put_values(batch, name, values_of(array, ids, like))
         return batch
 
@@ -249,15 +253,22 @@ def _no_nodes(ids: Iterable[str]) -> ArgumentError:
     )
 
 
-def _edges_of(sample: Any, name: str) -> Any:
-    """The numbers of a mini-batch's edges. Raises SourceError."""
+def _edges_of(sample: Any, name: str, count: int) -> Any:
+    """The numbers of a mini-batch's edges, of which there are ``count``. Raises SourceError."""
     found = field_of(sample, "e_id")
     if found is None:
         raise SourceError(
             f"attach: {name!r} is found by e_id, the numbers of edges, which these mini-batches do not have: "
             "leave it out"
         )
-    return found
+    numbers = np.asarray(found.cpu() if hasattr(found, "cpu") else found)
+    wrong = numbers[(numbers < 0) | (numbers >= count)]
+    if len(wrong):
+        raise SourceError(
+            f"attach: {name!r} has values of {count:,} edges, by their numbers, and an e_id of these "
+            f"mini-batches is {int(wrong[0]):,}: leave it out, or such edges"
+        )
+    return numbers
 
 
 def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
@@ -281,6 +292,11 @@ def as_batch(made: Any) -> Batch:
         rows = {t: made[t].x for t in kinds if "x" in made[t]}  # some types have no features
         return Batch(0, {t: made[t].n_id for t in kinds}, rows, made)
     return Batch(0, made.n_id, made.x, made)
+
+
+def with_recorded_ids(sample: Any, ids: Any) -> Any:
+    """A sample and the ids whose rows are wanted, where it does not know them."""
+    return {_IDS: ids, "sample": sample}
 
 
 def has_recorded_ids(sample: Any) -> bool:

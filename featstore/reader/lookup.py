@@ -286,7 +286,7 @@ def _in_parallel(
     shares = [(begin, min(n, begin + share)) for begin in range(0, n, share)]
     errors: list[BaseException] = []
 
-    def take_shares(busy: threading.Lock) -> None:
+    def take_shares(busy: threading.RLock) -> None:
         if not busy.acquire(blocking=False):
             return  # the caller has left already
         try:
@@ -302,25 +302,23 @@ def _in_parallel(
         finally:
             busy.release()
 
-    busy = [threading.Lock() for _ in range(threads)]
+    # taken again by who has it, where an interrupt came between taking it and knowing that
+    busy, interrupted = [threading.RLock() for _ in range(threads)], None
     try:
         with suppress(RuntimeError):  # a reader that is being closed: this thread does it all
             for lock in busy[1:]:
                 submitted(helpers, take_shares, lock)
         take_shares(busy[0])
     finally:
-        shares.clear()
-        for lock in busy:
-            _acquire(lock)
+        while True:
+            try:
+                shares.clear()
+                for lock in busy:
+                    lock.acquire()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
     if errors:
         raise errors[0]
-
-
-def _acquire(lock: threading.Lock) -> None:
-    """Take a lock, whatever interrupts come: the first of them is on its way to the caller already."""
-    while True:
-        try:
-            lock.acquire()
-            return
-        except KeyboardInterrupt:
-            continue
+    if interrupted is not None:
+        raise interrupted

@@ -16,6 +16,8 @@ from featstore.units import parse_bytes
 #: Options of a reader that whoever opens one hands on.
 READING = ("engine", "model", "queue_depth", "threads", "verify")
 
+#: Those of samplers from disk.
+SAMPLERS_READING = ("engine", "queue_depth", "threads", "verify")
 
 QUEUE_DEPTH_MAX = 4096
 READING_THREADS_MAX = 256

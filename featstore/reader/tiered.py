@@ -306,7 +306,8 @@ class TieredReader(Shown):
         """What has been counted since the reader was opened; hits by tier. What the owner of a shared buffer
         has read is not in it: see :meth:`featstore.SharedBuffer.reader_stats`."""
         self._check_open()
-        below = ReaderStats(engine=self.tiers[-1].name) if self._disk is None else self._disk.stats()
+        reads: Any = self.tiers[-1] if self._disk is None else self._disk  # of hosts, their own disk
+        below = reads.stats() if hasattr(reads, "stats") else ReaderStats(engine=reads.name)
         hits = {name: count - self._before.get(name, 0) for name, count in self._hits().items()}
         policies = {
             tier: {table: policy.name for table, policy in of.items()}

@@ -114,12 +114,12 @@ def sampler_needs(
 def open_sampler(
     store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
     memory: int | str = MEMORY, in_memory: bool | None = None, edge_ids: bool | None = None,
-    options: NamedOptions | None = None,
+    options: NamedOptions | None = None, **reading: Any,
 ) -> GraphSampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
     ``in_memory`` decides instead. ``edge_ids``: mini-batches have the numbers of their edges, ``e_id``; by
     default where the store keeps them. ``options``: what else is said; arrays of edges among it need the
-    graph in memory.
+    graph in memory. ``reading``: how a sampler from disk reads.
 
     A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError,
     KeyError for a graph that is not there, CorruptionError, DeviceError, FormatError.
@@ -139,7 +139,7 @@ def open_sampler(
         return GraphInMemory(chosen, fanouts, seed, numbered, options)
     return StoredSampler(
         store, fanouts, memory=memory_bytes, seed=seed, graph=chosen.name, edge_ids=numbered,
-        options=None if options is None else options.from_disk(),
+        options=None if options is None else options.from_disk(), **reading,
     )  # fmt: skip
 
 

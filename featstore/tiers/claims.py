@@ -51,6 +51,7 @@ from featstore.tiers.slots.rows import buffer_bytes, parse_uses
 from featstore.tiers.tickets import Claim, Read, Ticket
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
+_FEW = 512  # slots that are ended together where memory is short
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -186,7 +187,7 @@ class Claims:
                     if claim.owner is not None:
                         self._waiting.add(claim.owner)
                     return False
-            if ticket.given_up:
+            if short > 0:  # given up before: what has been claimed meanwhile is released like any other
                 return False
             self._claims.add(claim)
             if claim.owner is not None:
@@ -227,9 +228,17 @@ class Claims:
         raise BudgetError(buffer_bytes(slots, row_bytes, self.policy, self._batches), self.memory_bytes, what)
 
     def _new_read(self, ticket: Ticket, count: int) -> Read:
-        """What a ticket has to read: its first ``count`` missed positions. With the lock."""
+        """What a ticket has to read: its first ``count`` missed positions. With the lock. Where there is no
+        memory for it, the slots are of reads that have failed."""
         positions = ticket.missed[:count]
-        read = Read(ticket.ids[positions], ticket.slots[positions])
+        try:
+            read = Read(ticket.ids[positions], ticket.slots[positions])
+        except BaseException:
+            for low in range(0, count, _FEW):
+                few = ticket.slots[positions[low : low + _FEW]]
+                sl.unpin(self._map, few, layout.FAILED, np.ones(1, np.int64))
+            self._notify()
+            raise
         if count:
             ticket.reads.append(read)
             self._reading.add(read)

@@ -15,6 +15,7 @@ mini-batches of the loader, each number of threads in turn, so that a disturbanc
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import time
@@ -112,11 +113,12 @@ def see(make_batches: MakeBatches, nodes: Callable[[Any], Any] | None, seconds: 
     for _ in range(PROFILE_PASSES_MAX):
         before, clock = len(ids), Clock()
         for batch in each_of(batches):
-            found, _sample = split(batch, nodes)
+            lent, _sample = split(batch, nodes)
             costs.append(clock.cost(1))
+            found = {node_type: one.copy() for node_type, one in lent.items()}  # a sampler may use it again
             ids.append(found)
             count += sum(map(len, found.values()))
-            held += [batch] if len(held) < HELD else []
+            held += [copy.deepcopy(batch)] if len(held) < HELD else []
             least = 3 if watch.seconds > _LATE * seconds else _BATCHES_MIN
             if len(ids) >= least and (watch.seconds > seconds or count > _IDS_MAX):
                 return Seen(ids, held, epoch, _mean(costs[1:]))

@@ -317,6 +317,30 @@ def test_resuming_in_the_middle_of_an_order(case: Case) -> None:
             case.check(other, order[4:].tolist())
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DeviceError(5, "no")])
+def test_loading_that_fails_leaves_no_wrong_rows(
+    case: Case, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    """After a whole round slots hold what its end has left: what was loaded in part is loaded anew."""
+    with case.store.compiled("min") as compiled, CompiledLoader(compiled) as loader:
+        state = loader.state()
+        case.check(loader, range(BATCHES))
+        own, slots = type(loader._slots).load, loader._slots
+
+        def half(self: Any) -> None:
+            own(self)
+            for block in self.blocks:
+                block[: len(block) // 2] = 255
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(slots), "load", half)
+            with pytest.raises(error if isinstance(error, type) else type(error)):
+                loader.load_state(state)
+        case.check(loader, range(BATCHES))
+        case.check(loader, range(BATCHES))
+
+
 def test_a_state_that_is_loaded_ends_the_iteration(case: Case, loader: Any) -> None:
     walk = iter(loader)
     next(walk)

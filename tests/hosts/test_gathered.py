@@ -100,7 +100,7 @@ def smallest(store: Any, **options: Any) -> int:
     return memory
 
 
-@pytest.mark.parametrize("options", [{}, {"disk": "1.2x"}, {"residency": "fixed", "recorded_epochs": 2}])
+@pytest.mark.parametrize("options", [{}, {"disk": "0.9x"}, {"residency": "fixed", "recorded_epochs": 2}])
 def test_rows_are_those_of_the_whole(folder: Path, rows: Any, options: dict[str, Any]) -> None:
     """Whatever lies where: laid out for mini-batches, in memory, or left in the gathered tables."""
     with featstore.open_split(folder / "two1", memory="16MiB") as store:

@@ -222,6 +222,30 @@ def test_a_state_that_is_refused_changes_nothing(folder: Path) -> None:
         assert each(stores, train) == [True] * HOSTS
 
 
+def test_nobody_waits_for_a_host_that_has_closed_its_loader(folder: Path) -> None:
+    """Its store stays open, and with it the lines."""
+
+    def train(store: Any) -> int:
+        count = 0
+        with store.loader(mode="partitions", **said(store, np.arange(NODES))) as loader:
+            for _ in range(1 if store.place.host else 4):
+                count += sum(1 for _ in loader)
+        return count
+
+    with hosts(folder / "whole", HOSTS, memory="24MiB", timeout=60.0) as (stores, _):
+        found = each(stores, train)
+    assert isinstance(found[0], PeerError), found
+    assert "has closed its loader 0, and begins epoch" in str(found[0])
+    assert isinstance(found[1], int)
+
+
+def test_an_endless_number_of_passes_is_of_one_part(folder: Path) -> None:
+    with featstore.open_split(folder / "one", memory="24MiB") as store:
+        given = {"seeds": ("b", np.arange(9)), "fanouts": (3, 2), "memory": "24MiB", "mode": "partitions"}
+        with pytest.raises(ArgumentError, match="passes='auto' follows each rank's own clock"):
+            store.loader(passes="auto", **given)
+
+
 def test_hosts_in_other_loaders_of_partitions_do_not_wait_for_ever(folder: Path) -> None:
     """One trains while the other validates, and the other way round."""
 

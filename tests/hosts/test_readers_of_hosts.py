@@ -72,6 +72,24 @@ def test_a_reader_is_of_the_tables_that_were_asked_for(folder: Path, tables: lis
             assert error is None, error
 
 
+def test_what_was_read_and_is_held_is_told(folder: Path) -> None:
+    """Of this host's own disk, by a reader without tiers of its own."""
+
+    def read(store: Any) -> None:
+        with store.reader(tables=["x"], memory="16MiB") as reader:
+            reader.read(np.arange(NODES))
+            stats, held = reader.stats(), reader.memory()
+            assert stats.bytes_read >= store.part.tables["x"].rows * 20
+            assert stats.reads > 0
+            assert held["hosts tier"] > 0
+            assert sum(held.values()) == 16 << 20
+            assert 0 <= held["unused"] < 16 << 20
+
+    with hosts(folder / "plain", HOSTS) as (stores, _):
+        for error in each(stores, read):
+            assert error is None, error
+
+
 def test_hosts_may_be_given_as_the_last_tier(folder: Path) -> None:
     """As by default, and then options of the disk are said to it alone."""
     ids = np.arange(NODES)[::-3]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import ArgumentError, ClosedError, DeviceError, IdError
+from featstore.errors import ArgumentError, ClosedError, DeviceError, IdError, SourceError
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.options import MODES
 from featstore.sampling.batches import RankedBatches, SampledBatches, open_sampler
@@ -444,3 +444,111 @@ def test_an_iteration_that_was_left_behind_ends_nothing_of_the_next(store: Any) 
             counted.append(loader.report().batches)
         assert counted == sorted(counted)
         assert counted[-1] >= counted[0] + len(counted) - 1
+
+
+def test_closing_that_was_interrupted_is_gone_on_with(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left has been given back by the second close()."""
+    from featstore.loaders.online.loader import OnlineLoader
+
+    own, calls = OnlineLoader.close, []
+
+    def interrupted(self: Any) -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        own(self)
+
+    monkeypatch.setattr(OnlineLoader, "close", interrupted)
+    loader = store.loader(**options_of("online", "none"))
+    next(iter(loader))
+    with pytest.raises(KeyboardInterrupt):
+        loader.close()
+    with pytest.raises(ClosedError):
+        next(iter(loader))
+    assert len(calls) == 1
+    loader.close()
+    loader.close()
+    assert len(calls) == 2
+    assert not calls[0].extraction.buffers or calls[0].extraction._reader._closed
+
+
+def test_a_state_beyond_the_end_is_no_empty_epoch(store: Any) -> None:
+    some = [np.arange(10 * k, 10 * k + 20) for k in range(10)]
+    with store.loader(some, mode="online", memory="32MiB") as loader:
+        batches = iter(loader)
+        for _ in range(8):
+            next(batches)
+        state = loader.state_dict()
+        del batches
+    for given in (some[:5], lambda _: iter(some[:5])):
+        with store.loader(given, mode="online", memory="32MiB") as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(ArgumentError, match="8 mini-batches or more, and this one has 5"):
+                next(iter(loader))
+
+
+def test_a_generator_that_is_broken_off_ends_with_the_loader(store: Any) -> None:
+    ended = []
+
+    def epoch(_: int) -> Iterator[Any]:
+        try:
+            yield from (np.arange(20) for _ in range(50))
+        finally:
+            ended.append(True)
+
+    loader = store.loader(epoch, mode="online", memory="32MiB")
+    for _ in loader:
+        break
+    loader.close()
+    assert ended
+    del loader
+
+
+def test_edges_that_have_no_number_have_no_values(tmp_path: Path, pack: Any) -> None:
+    """The last of all would be taken for them."""
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 30))
+    with pack(
+        tmp_path / "s", FEATURES, graph=edges, edge_ids=True, arrays={"w": np.arange(30.0)}
+    ) as store:  # fmt: skip
+        for number in (-1, 30):
+            one = {"n_id": np.arange(3), "row": [0, 1], "col": [1, 2], "e_id": np.array([5, number])}
+            with (
+                store.loader([one], mode="online", memory="32MiB", attach="w") as loader,
+                pytest.raises(SourceError, match=f"an e_id of these mini-batches is {number}"),
+            ):
+                next(iter(loader))
+
+
+def test_edges_of_other_nodes_make_no_object_of_pygs(store: Any) -> None:
+    with store.loader(**options_of("online", "none"), nodes=lambda s: np.sort(s.node)) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+            with pytest.raises(SourceError, match="nodes= gave this mini-batch other rows"):
+                batch.pyg()
+    with store.loader(**options_of("online", "none"), nodes=lambda s: s.node.copy()) as loader:
+        batch = next(iter(loader))
+        np.testing.assert_array_equal(batch.pyg().x, FEATURES[batch.n_id])
+
+
+def test_a_sampler_from_disk_reads_as_it_is_told(
+    tmp_path: Path, pack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from featstore.sampling.stored import StoredSampler
+
+    edges = np.random.default_rng(1).integers(0, 3000, (2, 3_000_000))
+    told, own = [], StoredSampler.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        told.append({name: options.get(name) for name in ("engine", "threads", "queue_depth", "verify")})
+        own(self, *args, **options)
+
+    monkeypatch.setattr(StoredSampler, "__init__", init)
+    reading = {"engine": "threads", "threads": 2, "queue_depth": 8, "verify": False}
+    with (
+        pack(tmp_path / "s", np.ones((3000, 4), np.float32), graph=edges) as store,
+        store.loader(seeds=np.arange(20), fanouts=(2,), mode="online", memory="30MiB", **reading) as loader,
+    ):
+        next(iter(loader))
+    assert told[-1] == reading, "others ask what is needed at least"

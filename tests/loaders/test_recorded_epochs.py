@@ -220,6 +220,25 @@ def test_what_was_sampled_otherwise_is_not_taken(store: Any, other: dict[str, An
         assert drawn(loader) == first
 
 
+@pytest.mark.parametrize("way", ["nodes", "seeds_in_order"])
+def test_nor_what_was_recorded_in_another_way(store: Any, way: str) -> None:
+    """Rows of other nodes would stand beside the edges; or seeds come in a fixed order."""
+    options, said = SAMPLED | {"name": way}, {"nodes": lambda s: np.sort(s.node), "seeds_in_order": True}
+    with store.loader(**options, **{way: said[way]}) as loader:
+        first = [batch.n_id.tolist() for batch in loader]
+    if way == "nodes":  # those that were recorded are found again
+        with store.loader(reuse=True, **options) as loader:
+            assert [batch.n_id.tolist() for batch in loader] == first
+    else:
+        with pytest.raises(ArgumentError, match="sampled otherwise"):
+            store.loader(reuse=True, **options)
+    with store.loader(reuse=True, **options, **{way: said[way]}) as loader:
+        assert [batch.n_id.tolist() for batch in loader] == first
+    store.loader(**options | {"name": f"no {way}".replace(" ", "-")}).close()
+    with pytest.raises(ArgumentError, match="sampled otherwise"):
+        store.loader(reuse=True, **options | {"name": f"no-{way}"}, **{way: said[way]})
+
+
 def test_links_that_are_others_are_not_taken(store: Any) -> None:
     pyg = pytest.importorskip("featstore.adapters.pyg_links")
     links = np.arange(200).reshape(2, 100)

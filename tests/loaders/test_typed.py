@@ -341,6 +341,46 @@ def test_one_type_with_features(source: Source, tmp_path: Path, mode: str) -> No
             assert set(batch.n_id) == {"paper", "author"}
 
 
+@pytest.mark.parametrize("mode", ["online", "compiled"])
+@pytest.mark.parametrize("kind", ["ids", "pair", "mapping", "nodes"])
+def test_types_without_features_keep_their_ids_and_labels(
+    source: Source, tmp_path: Path, mode: str, kind: str
+) -> None:
+    tables, graph = {"paper": source.rows["paper"], "author": 120}, {WRITES: source.edges[WRITES]}
+    labels = np.arange(120)
+    arrays = {"author.y": labels, "paper.y": source.labels}
+    featstore.pack(tmp_path / "s", tables, graph=graph, arrays=arrays, memory="64MiB").close()
+    ids = {"paper": np.array([7, 3]), "author": np.array([9, 8, 1])}
+    made: Any = {"ids": ids, "pair": (ids, "mine"), "mapping": {"n_id": ids, "mine": 1}}.get(kind)
+    with featstore.open(tmp_path / "s") as store:
+        given = options(nodes=lambda _: ids) if made is None else {"batches": [made], "memory": MEMORY}
+        with store.loader(mode=mode, attach=["author.y", "paper.y"], **given) as loader:
+            for batch in loader:
+                assert {name: found.tolist() for name, found in batch.n_id.items()} == {
+                    name: one.tolist() for name, one in ids.items()
+                }
+                np.testing.assert_array_equal(batch.x["paper"], source.rows["paper"][ids["paper"]])
+                np.testing.assert_array_equal(batch.y["author"], labels[ids["author"]])
+                np.testing.assert_array_equal(batch.y["paper"], source.labels[ids["paper"]])
+
+
+def test_a_state_is_of_the_same_samples_however_they_are_said(store: featstore.Store) -> None:
+    with store.loader(**options(fanouts=[3, 2])) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        rest = [batch.n_id["paper"].tolist() for batch in batches]
+    everywhere = {of: [3, 2] for of in store.edge_types}
+    joined = {"__".join(of): (3, 2) for of in store.edge_types}
+    for said in ({"fanouts": everywhere}, {"fanouts": joined}, {"seeds": "paper.train"}):
+        with store.loader(**options(fanouts=[3, 2]) | said) as loader:
+            loader.load_state_dict(state)
+            assert [batch.n_id["paper"].tolist() for batch in loader] == rest
+    for other in ({"fanouts": everywhere | {WRITES: [3, 3]}}, {"seeds": ("author", np.arange(60))}):
+        with store.loader(**options(fanouts=[3, 2]) | other) as loader, pytest.raises(ArgumentError):
+            loader.load_state_dict(state)
+
+
 @pytest.fixture(scope="module")
 def dated(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[featstore.Store]:
     """Weights and times of edges, and times of papers and authors."""

@@ -419,6 +419,64 @@ def test_an_interrupt_leaves_the_buffer_usable(reader: Reader, held: Watched, fe
         np.testing.assert_array_equal(buffer.gather(second), features[4:8])
 
 
+def test_an_interrupt_while_slots_are_taken_loses_none(
+    reader: Reader, watched: Watched, features: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked is gone when the kernel that takes them comes back."""
+    from featstore.tiers import claims
+
+    with FeatureBuffer(reader, slots=4) as buffer:
+        own = claims.sl.acquire
+
+        def acquire(*args: Any, **options: Any) -> Any:
+            found = own(*args, **options)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # the caller has given up meanwhile, and waits for the lock
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(claims.sl, "acquire", acquire)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.begin([1, 2, 3])
+        for ids in ([1, 2, 3], [4, 5, 6, 7]):
+            ticket = buffer.begin(ids, timeout=20)
+            ticket.result(20)
+            np.testing.assert_array_equal(buffer.gather(ticket), features[ids])
+            ticket.release()
+
+
+@pytest.mark.parametrize("then", ["begin", "look again"])
+def test_no_memory_for_a_read_loses_no_slot(
+    reader: Reader, held: Watched, features: np.ndarray, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    from featstore.tiers import claims
+
+    def none(*_: Any) -> Any:
+        raise MemoryError
+
+    with FeatureBuffer(reader, slots=4) as buffer:
+        if then == "begin":
+            with monkeypatch.context() as patch:
+                patch.setattr(claims, "Read", none)
+                with pytest.raises(MemoryError):
+                    buffer.begin([1, 2, 3])
+        else:
+            first, second = buffer.begin([1, 2]), buffer.begin([1, 2])
+            held.end(0, DeviceError(5, "no"))
+            with monkeypatch.context() as patch:
+                patch.setattr(claims, "Read", none)
+                with pytest.raises(MemoryError):
+                    second.result(20)
+            first.release()
+            second.release()
+        for ids in ([1, 2, 3], [4, 5, 6, 7]):
+            ticket = buffer.begin(ids, timeout=20)
+            held.end(0)
+            ticket.result(20)
+            np.testing.assert_array_equal(buffer.gather(ticket), features[ids])
+            ticket.release()
+
+
 @pytest.mark.parametrize("policy", ["fifo", "lru", "sieve", "s3-fifo", "score"])
 def test_many_threads(policy: str, reader: Reader, watched: Watched, features: np.ndarray) -> None:
     """The smallest buffer that works, more threads than fit at once, tickets held, cancelled, forgotten and

@@ -293,6 +293,17 @@ def test_a_saved_cache_makes_the_first_epoch_warm(store: Any, x: np.ndarray) -> 
         asked = sum(len(ids) for ids in skewed(0))
         buffer = loader.report().buffers["features"]
         assert (buffer.hits, buffer.misses) == (asked, 0)
+    with OnlineLoader(store, skewed, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state()
+        del batches
+    with OnlineLoader(store, skewed, warm="mine", **options) as loader:  # so does one that goes on
+        loader.load_state(state)
+        rest = sum(len(ids) for ids in list(skewed(0))[1:])
+        assert len(list(loader)) == len(list(skewed(0))) - 1
+        buffer = loader.report().buffers["features"]
+        assert (buffer.hits, buffer.misses) == (rest, 0)
     assert featstore.verify(store.path).ok
     path = store.path / "caches" / "mine.cache"
     data = bytearray(path.read_bytes())

@@ -222,6 +222,7 @@ class CompiledLoader(PrefetchingLoader):
         epoch, after, _ = position_of(state, self.identity, most=len(self))
         with self._alone("a state has been loaded since this iteration began"):
             assert self._slots is not None
+            self._pending = "restart"  # where loading fails
             self._epoch, self._next = epoch, after
             if self._next == len(self):
                 self._epoch, self._next = self._epoch + 1, 0

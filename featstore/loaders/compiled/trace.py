@@ -247,6 +247,7 @@ class CompiledTrace:
         return self.entry.batches
 
     def close(self) -> None:
+        """Give the trace's files back; the store stays open."""
         self.pack.close()
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from featstore.arguments import as_text
+from featstore.base.warning import warn
 from featstore.errors import ArgumentError, ClosedError, PeerError
 from featstore.hosts.places import HostPlace
 from featstore.loaders.host.line import MEET_SECONDS, Line
@@ -131,6 +132,11 @@ def introduced(
 def on_host(place: Place | None, host: HostPlace, timeout_seconds: float) -> Place | None:
     """A rank's place among those of its host, of a store that is split by hosts. Raises ArgumentError."""
     if host.ranks == 1:
+        if place is not None and place.ranks > 1:
+            warn(
+                f"shared=True: this machine has {place.ranks} ranks, and each is a host of the split store "
+                "with a part and a loader of its own: nothing is shared, and each takes memory= for itself"
+            )
         return None
     if place is None:
         raise ArgumentError(

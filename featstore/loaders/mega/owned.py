@@ -111,17 +111,24 @@ class OwnedPartitionsMode(PartitionsMode):
         super().__init__(loader)
         self._store, self._number, self._drop_last = store, number, drop_last
         self._epoch = self._made = 0  # mini-batches of the epoch that were handed out, of all ranks here
+        self._told = False  # that it is closed
         self._uneven = (0, 0)  # seeds that stand twice, and that are left out, of the epoch begun last
         self._say(0)
         self.say = partial(store.say_position, number)
 
     def _say(self, epoch: int) -> None:
-        self._store.say_steps(self._number, epoch, len(self.loader.seeds_of_batches(epoch)[0]))
+        if self._store.loaders_of_hosts is not None:
+            steps = len(self.loader.seeds_of_batches(epoch)[0])
+            self._store.loaders_of_hosts.say_steps(self._number, epoch, steps)
 
     def length(self) -> int:
         self._say(self._epoch)
         own = [len(self.loader.seeds_of_batches(self._epoch)[0])]
-        steps = self._store.steps_of_all(self._number, self._epoch, self.loader.is_closed) or own
+        steps = own
+        if self._store.loaders_of_hosts is not None:
+            steps = self._store.loaders_of_hosts.steps_of_all(
+                self._number, self._epoch, self.loader.is_closed
+            )
         found = min(steps) if self._drop_last else max(steps)
         if not found:
             raise ArgumentError(
@@ -148,6 +155,12 @@ class OwnedPartitionsMode(PartitionsMode):
                         break
         self.set_epoch(epoch + 1)
 
+    def close(self) -> None:
+        super().close()
+        if self._store.loaders_of_hosts is not None and not self._told:
+            self._told = True
+            self._store.loaders_of_hosts.say_closed(self._number)
+
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         self._epoch, self._made = epoch, 0
@@ -172,6 +185,6 @@ class OwnedPartitionsMode(PartitionsMode):
         assert family is not None
         here = sum(graph.edges for graph in graphs.values())
         remote = sum(family.remote_edges[name][host] for name in graphs)
-        stored = report.edges_stored * (here + remote) // max(1, here)
+        stored = report.edges_stored * (here + remote) // here if here else remote
         padded, dropped = self._uneven
         return replace(report, padded=padded, dropped=dropped, edges_stored=stored)

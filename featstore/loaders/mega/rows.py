@@ -16,6 +16,8 @@ from featstore.loaders.mega.partition_set import ResidentRows
 from featstore.loaders.mega.schedule import Step
 from featstore.loaders.mega.sizes import RowNeeds, Sizes
 
+_COUNTED_ROWS = 1 << 20  # whose steps are counted together
+
 if TYPE_CHECKING:
     from featstore.reader.reader import Reader
     from featstore.storage.store import Table
@@ -141,6 +143,9 @@ class TrainingRows:
 
     def seed_counts(self, schedule: Any) -> NDArray[np.int64]:
         """How many each step uses, int64 [steps]."""
-        partition = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._firsts))
-        steps = schedule.used_by(self.rows.astype(np.int64), partition)
-        return np.bincount(steps, minlength=schedule.steps)
+        counts = np.zeros(schedule.steps, np.int64)
+        for low in range(0, len(self.rows), _COUNTED_ROWS):
+            some = self.rows[low : low + _COUNTED_ROWS].astype(np.int64)
+            partition = np.searchsorted(self._firsts, np.arange(low, low + len(some)), side="right") - 1
+            counts += np.bincount(schedule.used_by(some, partition), minlength=schedule.steps)
+        return counts

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from featstore.base.state import ends_before
 from featstore.base.threads import Wake, Worker
 from featstore.errors import IdError
 from featstore.loaders.online.budget import SAMPLED
@@ -85,10 +86,11 @@ class OnlineEpoch(Prefetch):
     # Sampling.
 
     def _sample(self) -> None:
-        stages = self._loader.report_stages
+        stages, count = self._loader.report_stages, 0
         try:
             last = time.perf_counter()
             for index, batch in enumerate(self._batches):
+                count = index + 1
                 if self._stop:
                     return
                 given, sample = split(batch, self._loader.nodes)
@@ -105,9 +107,12 @@ class OnlineEpoch(Prefetch):
                 del ids, sample
                 self._changed.set()
                 last = time.perf_counter()
+            if count < self._skip:
+                raise ends_before(self._skip, count)
         except BaseException as error:
             self._sampling_error = error
         finally:
+            self._batches = ()  # a generator that is broken off ends now
             self._sampled_all = True
             self._changed.set()
 

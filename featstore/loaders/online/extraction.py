@@ -68,7 +68,7 @@ class Extraction:
             verify=reader.get("verify", True), devices=len(devices), device_memory=device_memory,
             device_policy=device_policy,
         )  # fmt: skip
-        self._warm = warm
+        self._warm, self._warmed = warm, False
         if warm is not None:
             saved.SavedCache(store, warm).close()  # so that one that is damaged is known now
             if self._halo is not None:
@@ -119,7 +119,8 @@ class Extraction:
             for name, count in shares.slots.items():
                 self.buffers[name] = self._buffer(name, count, asked.expected(name))
             self._open_devices()
-            if self._warm is not None and index is None:
+            if self._warm is not None and not self._warmed:
+                self._warmed = True
                 if self._halo is not None:  # first, as what is loaded next may be there then
                     self._halo.load(self._warm)
                 self._load(self._warm)
@@ -149,8 +150,9 @@ class Extraction:
     def _let_go(self) -> None:
         """Close reader and buffers, and give back their memory."""
         before = self._before.plus(self._reader, self.buffers, self.on_devices)
-        self._close_levels()
+        levels = self.buffers, self.on_devices, self._reader
         self._before, self.buffers, self.on_devices, self._reader = before, {}, {}, None
+        _close_levels(*levels)  # which nobody asks any more what they have counted
         self._choices, self._memory = Choices(), {}
         self._outputs.shrink()
         self._outputs = Outputs(ALIGNMENT, 0)
@@ -380,17 +382,16 @@ class Extraction:
 
     def close(self) -> None:
         """Begin nothing more."""
-        self._close_levels()
+        _close_levels(self.buffers, self.on_devices, self._reader)
         if self._halo is not None:
             self._halo.close()
 
-    def _close_levels(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.close()
-        for level in self.on_devices.values():
-            level.close()
-        if self._reader is not None:
-            self._reader.close()
+
+def _close_levels(buffers: Mapping[str, Any], on_devices: Mapping[str, Any], reader: Any) -> None:
+    for level in (*buffers.values(), *on_devices.values()):
+        level.close()
+    if reader is not None:
+        reader.close()
 
 
 def _check_types(ids: Ids) -> None:
