@@ -6,12 +6,13 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import random
 import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,14 @@ LONG = (
 )  # fmt: skip
 
 
+#: Where each case of a product of parameters is tried: what engines, files and faults do hangs on them all.
+EVERY_CASE = (
+    "engine/", "storage/", "faults/test_read_errors.py", "properties/test_roundtrip.py", "golden/",
+)  # fmt: skip
+
+#: Which cases are left out changes from day to day; a run is repeated by the number that it says.
+TURN = int(os.environ.get("TEST_TURN", time.time() // 86400))
+
 #: Tests of many cases that are much alike, and take a second of a core each: half of them are tried.
 MUCH_ALIKE = {
     "test_they_are_the_same_and_sampled_once", "test_what_is_written_must_pay", "test_another_memory_goes_on",
@@ -113,6 +122,10 @@ MUCH_ALIKE = {
 }  # fmt: skip
 
 
+def pytest_report_header() -> str:
+    return f"TEST_TURN={TURN} says which of many cases are tried; --thorough tries all"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """xdist begins the files of most tests first, and would leave those to the end that take a minute for
     one."""
@@ -124,14 +137,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     examples of properties, only where it is asked for."""
     if not config.getoption("--thorough"):
         left_out = pytest.mark.skip(reason="much the same as another, and long: --thorough")
-        alike = [item for item in items if getattr(item, "originalname", None) in MUCH_ALIKE]
+        by_test: dict[str, list[pytest.Item]] = {}
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(left_out)
-        for _, cases in groupby(alike, lambda item: item.nodeid.partition("[")[0]):
-            for number, item in enumerate(cases):
-                if number.bit_count() % 2:  # of products of cases some of each
-                    item.add_marker(left_out)
+            elif hasattr(item, "callspec"):
+                by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for name, cases in by_test.items():
+            if any("::" in argument for argument in config.args):
+                break  # whoever names a test means all of it
+            for item in set(cases) - set(some_of(name, cases)):
+                item.add_marker(left_out)
         tests = [getattr(item, "obj", None) for item in items]
         for test in {getattr(test, "__func__", test) for test in tests}:
             try_fewer(test)
@@ -140,11 +156,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gc.enable()
 
 
+def some_of(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test's cases those that are tried: of a product of parameters as many as have each value once; of
+    cases that are much alike half."""
+    path = name.partition("::")[0].removeprefix("tests/")
+    found = cases if path.startswith(EVERY_CASE) else []
+    if not found:
+        values = {item: set(enumerate(item.callspec._idlist)) for item in cases}  # type: ignore[attr-defined]
+        order = random.Random(f"{TURN} {name}").sample(cases, len(cases))
+        left: set[tuple[int, str]] = set().union(*values.values())
+        while left:
+            found.append(most := max(order, key=lambda item: len(values[item] & left)))
+            left -= values[most]
+    if getattr(cases[0], "originalname", None) in MUCH_ALIKE and len(found) > 1:
+        found = [item for number, item in enumerate(found) if number % 2 == TURN % 2]
+    return found
+
+
 def try_fewer(test: object) -> None:
-    """Half of the examples of a property: each run draws others."""
+    """A third of the examples of a property: each run draws others."""
     own = getattr(test, "_hypothesis_internal_use_settings", None)
     if own is not None and own.max_examples > 3:
-        test._hypothesis_internal_use_settings = settings(own, max_examples=(own.max_examples + 1) // 2)  # type: ignore[attr-defined]
+        test._hypothesis_internal_use_settings = settings(own, max_examples=(own.max_examples + 2) // 3)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -43,7 +43,7 @@ from featstore.storage.disk import Disk
 from featstore.storage.generations import writer_lock
 
 NUMBERS = (errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ENOSPC, errno.EACCES, errno.EROFS)
-SECONDS = 4.0  # for which new places are looked for, in all parts of a run alike
+SECONDS = 2.0  # for which new places are looked for, in all parts of a run alike
 
 ROWS = 300
 GRAPH = (np.arange(0, 3 * ROWS + 1, 3), np.random.default_rng(0).integers(0, ROWS, 3 * ROWS))
@@ -163,8 +163,8 @@ def test_the_nth_call_is_refused(
         calls = refusals.count
         refusals.restart(-1)
         assert calls > 3
-        end, step = time.monotonic() + SECONDS, max(1, calls // 60)
-        rng = np.random.default_rng(0)
+        end, step = time.monotonic() + SECONDS, max(1, calls // 30)
+        rng = np.random.default_rng()  # other places each time: a failure names its own
         places = np.concatenate([rng.permutation(range(k, calls, step)) for k in (0, 1)]).tolist()
         for n in places:
             shutil.rmtree(made / "new", ignore_errors=True)
@@ -173,7 +173,10 @@ def test_the_nth_call_is_refused(
             try:
                 work(made, disk)
             except FeatstoreError as error:
-                assert not isinstance(error, OSError) or error.filename
+                assert not isinstance(error, OSError) or error.filename, n
+            except BaseException as error:
+                error.add_note(f"call {n:,} of {calls:,} was refused")
+                raise
             finally:
                 where = refusals.failed
                 refusals.restart(-1)
@@ -212,7 +215,7 @@ def test_in_the_middle_of_a_recording(tmp_path: Path, full: Refusals, number: in
     """What was recorded stays, and is gone on with."""
     rng = np.random.default_rng(0)
     big = [rng.integers(0, 10**6, 300_000) for _ in range(40)]  # more than is held back
-    for at in (0, 4, 8):
+    for at in (0, 4, 8) if number == errno.ENOSPC else (4,):
         path = tmp_path / f"t{at}"
         error = fails_at_some_write(full, lambda path=path: featstore.Trace.record(big, path), at, number)  # type: ignore[misc]
         assert str(tmp_path) in str(error)
@@ -326,7 +329,7 @@ def test_while_a_device_is_measured(
     save_model("key", DEFAULT)
     before = (tmp_path / "models" / "devices.json").read_bytes()
     assert writes > 20
-    for at in [*range(0, writes - 5, 7), *range(writes - 5, writes)]:
+    for at in [*range(0, writes - 5, 13), *range(writes - 5, writes)]:
         fails_at_some_write(full, calibrate, at, number)
         if at < writes - 1:  # the last makes the new file's name durable
             assert (tmp_path / "models" / "devices.json").read_bytes() == before

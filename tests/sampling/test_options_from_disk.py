@@ -264,6 +264,22 @@ def test_samplers_by_time_pickle_and_fork(plain: featstore.Store) -> None:
         induced.sample([4, 5, 5])
 
 
+@pytest.fixture(scope="module")
+def with_a_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of which one list alone is larger than what a sampler's memory leaves."""
+    nodes, edges, hub, path = 60_000, 400_000, 600_000, tmp_path_factory.mktemp("hub") / "s"
+    rng = np.random.default_rng(1)
+    made = np.concatenate([rng.integers(0, nodes, (2, edges)), np.zeros((2, hub), np.int64)], axis=1)
+    made[0, edges:] = rng.integers(0, nodes, hub)
+    weights = rng.random(edges + hub).astype(np.float32)
+    when = rng.integers(0, LATEST, edges + hub)
+    featstore.pack(
+        path, rng.random((nodes, 1), np.float32), graph=made, edge_weights=weights, edge_times=when,
+        arrays={"since": rng.integers(0, LATEST, nodes)}, memory="128MiB",
+    ).close()  # fmt: skip
+    return path
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -273,18 +289,9 @@ def test_samplers_by_time_pickle_and_fork(plain: featstore.Store) -> None:
         {"subgraph_type": "induced"},
     ],
 )
-def test_memory_stays_within_the_budget(tmp_path: Path, said: dict[str, Any]) -> None:
+def test_memory_stays_within_the_budget(with_a_hub: Path, said: dict[str, Any]) -> None:
     """One list alone is larger than what is free; smaller ones are looked at some at a time."""
-    nodes, edges, hub = 60_000, 400_000, 600_000
-    rng = np.random.default_rng(1)
-    made = np.concatenate([rng.integers(0, nodes, (2, edges)), np.zeros((2, hub), np.int64)], axis=1)
-    made[0, edges:] = rng.integers(0, nodes, hub)
-    weights = rng.random(edges + hub).astype(np.float32)
-    when = rng.integers(0, LATEST, edges + hub)
-    with featstore.pack(
-        tmp_path / "s", rng.random((nodes, 1), np.float32), graph=made, edge_weights=weights, edge_times=when,
-        arrays={"since": rng.integers(0, LATEST, nodes)}, memory="128MiB",
-    ) as store:  # fmt: skip
+    with featstore.open(with_a_hub) as store:
         times = None if said.get("time_attr") != "times" else np.full(300, LATEST // 2)
         seeds = np.arange(1, 301)
         named = NamedOptions(store, store.graphs["features"], said, seeds_have_times=True)
