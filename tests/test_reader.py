@@ -401,6 +401,12 @@ def test_interrupts_while_helpers_are_waited_for_hang_nothing(monkeypatch: pytes
         def release(self) -> None:
             self.lock.release()
 
+        def __enter__(self) -> bool:  # as the pool's own, which are none of those
+            return self.lock.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            self.lock.__exit__(*error)
+
     def work(begin: int, end: int) -> None:
         time.sleep(0.001)
         seen.extend(range(begin, end))
@@ -410,6 +416,7 @@ def test_interrupts_while_helpers_are_waited_for_hang_nothing(monkeypatch: pytes
         with pytest.raises(KeyboardInterrupt):
             lookup_module._in_parallel(work, 100, 1, helpers)
     count = len(seen)
+    assert count
     time.sleep(0.05)
     assert len(seen) == count, "a helper still writes"
     helpers.shutdown(wait=True)

@@ -13,7 +13,7 @@ from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
 from featstore.sampling.minibatch import OF_LINKS
 
-_OWN = ("index", "n_id", "x", "sample", "_edges")
+_OWN = ("index", "n_id", "x", "sample", "_edges", "_named")
 
 
 class Batch:
@@ -40,6 +40,7 @@ class Batch:
     def __init__(self, index: int, n_id: Any, x: Any, sample: Any = None) -> None:
         self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
         self._edges: Any = None
+        self._named = False  # whether nodes= said whose rows these are
 
     # What PyG calls so, of samplers that call it otherwise.
 
@@ -200,7 +201,7 @@ class Batch:
 
     def _check_places(self, ids: Any, sampled: Any) -> None:
         """Raise SourceError where edges speak of places among other nodes than the rows are of."""
-        if sampled is not None and not np.array_equal(_on_host(ids), _on_host(sampled)):
+        if self._named and sampled is not None and not np.array_equal(_on_host(ids), _on_host(sampled)):
             raise SourceError(
                 "nodes= gave this mini-batch other rows than its sampler's nodes, of whose places edge_index "
                 "speaks: put rows and edges together yourself, from batch.n_id and batch.sample"

@@ -10,7 +10,6 @@ import numpy as np
 
 from featstore.arguments import as_batches
 from featstore.base.sequences import each_of, known_length
-from featstore.base.state import ends_before
 from featstore.errors import ArgumentError
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable, epoch_of
@@ -120,8 +119,6 @@ class GivenShare:
         if self.num_replicas == 1 and not over:
             return each_of(batches)
         if isinstance(batches, Sequence):
-            if over > len(batches):
-                raise ends_before(over, len(batches))
             order = np.arange(over, len(batches))
             mine, self.padded, self.dropped = share_of(
                 order, 1, self._rank, self.num_replicas, self._drop_last
@@ -132,7 +129,7 @@ class GivenShare:
     def _passing_over(self, batches: Iterable[Any], over: int) -> Iterator[Any]:
         """Every rank's mini-batches come by; a whole round of them has one for each."""
         first: list[Any] = []  # for what is left over at the end
-        mine, count, index = None, 0, -1
+        mine, count = None, 0
         for index, batch in enumerate(batches):
             if index < over:
                 continue
@@ -146,8 +143,6 @@ class GivenShare:
             count += 1
             if self._drop_last and place == self.num_replicas - 1:
                 yield mine
-        if count == 0 and index + 1 < over:
-            raise ends_before(over, index + 1)
         left = count % self.num_replicas
         self.padded, self.dropped = 0, left if self._drop_last else 0
         if left and not self._drop_last:

@@ -281,7 +281,7 @@ class CompiledMode(Mode):
             walk.close()
 
     def _seek(self, epoch: int, after: int) -> None:
-        self._walk = None  # the loader tells it why it has ended
+        self._walk, self._broken = None, True  # the loader tells it why it has ended
         round_, number = divmod(epoch, self._recorded)
         at = int(self._begins[number]) + after
         self.loader.load_state(state_of(self.loader.identity, round_, at))

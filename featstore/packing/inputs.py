@@ -42,6 +42,7 @@ from featstore.packing.sources.pyg import (
     relation_of,
     unnumbered,
 )
+from featstore.packing.sources.text import ogb_folder
 from featstore.storage.edge_types import EdgeType, is_edge_table
 from featstore.storage.manifest import ROW_BYTES_MAX, check_name
 
@@ -301,8 +302,12 @@ def identity(value: Any) -> dict[str, Any]:
         path = Path(value)
         if is_regular(path):
             return file_fingerprint("file", path)
-        files = sorted(one for one in path.rglob("*") if is_regular(one))
-        return {"path": os.path.abspath(path), "files": [file_fingerprint("file", one) for one in files]}
+        raw = ogb_folder(path, "edge.csv.gz")
+        files = [] if raw is None else [raw / name for name in ("edge.csv.gz", "num-node-list.csv.gz")]
+        return {
+            "path": os.path.abspath(path),
+            "files": [file_fingerprint("file", one) for one in files if is_regular(one)],
+        }
     if isinstance(value, tuple):
         return {str(k): identity(part) for k, part in enumerate(value)}
     if isinstance(value, Mapping):
@@ -328,7 +333,7 @@ def identity(value: Any) -> dict[str, Any]:
     return {
         "dtype": str(array.dtype),
         "shape": list(array.shape),
-        "sample": sample_crc32(np.atleast_1d(array)),
+        "sample": sample_crc32(array[None] if array.ndim < 2 else array),
     }
 
 
@@ -346,7 +351,7 @@ def _parts_of(value: Any) -> dict[str, Any]:
         )
         return {one: getattr(coordinates, one)() for one in own}
     if is_pyg(value):
-        found = [getattr(one, "edge_index", None) for one in value.edge_stores]
+        found = [getattr(one, "edge_index", getattr(one, "adj_t", None)) for one in value.edge_stores]
         return {str(k): one for k, one in enumerate(found) if one is not None}
     return {}
 
@@ -363,6 +368,16 @@ def changed_file(fingerprint: Any) -> str | None:
         fingerprint = list(fingerprint.values())
     if isinstance(fingerprint, list):
         return next((found for one in fingerprint if (found := changed_file(one)) is not None), None)
+    return None
+
+
+def changed_source(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The name of a table whose rows are others now than when fingerprints were taken; None where none are.
+    How many there are may have become known since."""
+    for name, one in before.items():
+        told = [{k: v for k, v in each.items() if k != "rows"} for each in (one, now[name])]
+        if told[0] != told[1]:
+            return f"table {name!r}"
     return None
 
 

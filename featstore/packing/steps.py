@@ -16,7 +16,7 @@ from featstore.errors import BudgetError, CorruptionError, SourceError
 from featstore.layout import TableLayout
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
-from featstore.packing.inputs import Inputs, changed_file, described, identity
+from featstore.packing.inputs import Inputs, changed_file, changed_source, described, identity
 from featstore.packing.keys.packed import PackedKeys
 from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
@@ -84,6 +84,7 @@ class Packing:
         self.options = options
         self._stages = PackStages(progress)
         self.warnings: list[str] = []  # what the user is to hear once the store is there
+        self._given = dict(inputs.tables)  # some are replaced, when their rows are counted
         self._began: dict[str, Any] = {}  # what told the inputs from others then
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
 
@@ -127,10 +128,12 @@ class Packing:
         key_entries = keys.write(self.catalogue, self.generation.name)
         groups += ["keys"] if key_entries else []
         sources = {n: described(s) for n, s in self.tables.items()}
-        if (other := changed_file(self._began)) is not None:
+        now = {name: source.fingerprint() for name, source in self._given.items()}
+        other = changed_file(self._began) or changed_source(self._began["tables"], now)
+        if other is not None:
             raise SourceError(
                 f"{other} has changed since this pack began, and may have been read in part before and in "
-                "part after: pack again, without resume"
+                "part after: pack again, with overwrite=True (--overwrite)"
             )
         self.transaction.commit(
             groups, tables=entries, arrays=array_entries,

@@ -278,6 +278,8 @@ class Collection:
                 self._disk.rmtree(path, TRACE)
             if size is not None:
                 self.removed[self._name(path)] = size
+        else:
+            self.held[self._name(path)] = "what a killed loader has recorded, to remove as unfinished"
 
     def _whole_bytes(self, path: Path) -> int:
         """Bytes of all that is ours in a compiled trace's directory. Names what is foreign."""
@@ -310,3 +312,5 @@ class Collection:
                             self._disk.unlink(path)
                     finally:
                         os.close(held)
+                else:
+                    self.held[self._name(path)] = "being saved"

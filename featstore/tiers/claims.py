@@ -233,7 +233,8 @@ class Claims:
         positions = ticket.missed[:count]
         try:
             read = Read(ticket.ids[positions], ticket.slots[positions])
-        except BaseException:
+        except BaseException as error:
+            ticket.failed = error
             for low in range(0, count, _FEW):
                 few = ticket.slots[positions[low : low + _FEW]]
                 sl.unpin(self._map, few, layout.FAILED, np.ones(1, np.int64))
@@ -334,6 +335,8 @@ class Claims:
                 self._enter_ended()
                 if not ticket.claim.held:
                     raise CancelledError("the ticket was released before its rows were there")
+                if ticket.failed is not None:
+                    raise ticket.failed
                 for read in ticket.reads:
                     if not read.once[0] and read.error is not None:
                         raise read.error

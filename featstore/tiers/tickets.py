@@ -91,6 +91,7 @@ class Ticket:
         self.missed, self.waits = np.empty(len(self.ids), np.int32), np.empty(len(self.ids), np.int32)
         self.reads: list[Read] = []
         self.given_up = False
+        self.failed: BaseException | None = None  # why a read could not even be begun
         self.claim = Claim(len(self.ids))
         self.slots = self.claim.slots
 

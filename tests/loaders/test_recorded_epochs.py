@@ -64,6 +64,25 @@ def test_recorded_epochs_take_turns(store: Any, fresh: Any) -> None:
             assert drawn(loader) == fresh[1]
 
 
+def test_an_epoch_that_could_not_be_set_changes_nothing(
+    store: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one follows, and has its own mini-batches."""
+    with store.loader(recorded_epochs=RECORDED, name="not-set", **SAMPLED) as loader:
+        assert drawn(loader) == fresh[0]
+        slots = type(loader._mode.loader._slots)
+
+        def none(_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "load", none)
+            with pytest.raises(KeyboardInterrupt):
+                loader.set_epoch(RECORDED)
+        assert drawn(loader) == fresh[1]
+        assert drawn(loader) == fresh[2 % RECORDED]
+
+
 @pytest.mark.parametrize("epoch", [0, 1, 2, 4, 5])
 def test_it_goes_on_where_it_was(store: Any, fresh: Any, epoch: int) -> None:
     name = {"name": f"resumed{epoch}"}

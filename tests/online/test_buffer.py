@@ -467,6 +467,10 @@ def test_no_memory_for_a_read_loses_no_slot(
                 patch.setattr(claims, "Read", none)
                 with pytest.raises(MemoryError):
                     second.result(20)
+            assert second.done()
+            for _ in range(2):  # not as if its rows were there
+                with pytest.raises(MemoryError):
+                    buffer.gather(second)
             first.release()
             second.release()
         for ids in ([1, 2, 3], [4, 5, 6, 7]):

@@ -324,6 +324,14 @@ def graphs_like(kind, tmp_path, reverse):
                 file.write(f"{text}\n")
         return tmp_path
     matrix = sp.coo_matrix((np.ones(ROWS), ends), (ROWS, ROWS))
+    if kind == "adj_t":
+        from torch_geometric.data import Data
+
+        column = torch.from_numpy((np.arange(ROWS) + (1 if reverse else -1)) % ROWS)
+        made = torch.sparse_csr_tensor(
+            torch.arange(ROWS + 1), column, torch.ones(ROWS), (ROWS, ROWS), check_invariants=True
+        )
+        return Data(adj_t=made, num_nodes=ROWS)
     if kind == "data":
         from torch_geometric.data import Data
 
@@ -331,7 +339,8 @@ def graphs_like(kind, tmp_path, reverse):
     return matrix if kind == "coo" else matrix.tocsr()
 
 
-@pytest.mark.parametrize("kind", ["coo", "csr", "data", "folder"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sparse CSR:UserWarning")  # torch's
+@pytest.mark.parametrize("kind", ["coo", "csr", "data", "adj_t", "folder"])
 def test_resume_wants_the_same_graph(tmp_path, kind):
     """However it was given: of one of the same size nothing may be taken for the other's."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "crash"))

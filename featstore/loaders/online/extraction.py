@@ -120,10 +120,10 @@ class Extraction:
                 self.buffers[name] = self._buffer(name, count, asked.expected(name))
             self._open_devices()
             if self._warm is not None and not self._warmed:
-                self._warmed = True
                 if self._halo is not None:  # first, as what is loaded next may be there then
                     self._halo.load(self._warm)
                 self._load(self._warm)
+                self._warmed = True
         except BaseException:
             self._let_go()
             raise
