@@ -29,7 +29,10 @@ class LoaderOptions(TypedDict, total=False):
         seed: with ``seeds``: of the order and the neighbours; by default 0.
         seeds_in_order: with ``seeds``: they come as they were given, in every epoch, as for evaluation; else
             in another order each epoch. Not in mode partitions.
-        graph: with ``seeds``: the name of the graph, where the store has several.
+        graph: with ``seeds``: the name of the graph, where the store has several; its nodes have no types.
+            Where the store has several tables of nodes, say with ``nodes`` whose rows are wanted
+            (``lambda sample: {"paper": sample.node}``), or leave it out and give the relations that are not
+            wanted fan-outs of 0.
         replace, disjoint, subgraph_type, temporal_strategy: with ``seeds``: how neighbours are drawn, and
             what comes out, as of PyG's loader: :class:`featstore.sampling.options.SamplingOptions` has them,
             as ``subgraph`` and ``temporal``. In mode partitions what is in memory is sampled, by weights and

@@ -2,8 +2,9 @@
 
     python formats/v1/reader.py STORE
 
-It checks all that the specification says a reader must check, and more; it reads whole tables into memory,
-and is slow on purpose: it is here to be read, and to disagree with featstore where one of the two is wrong.
+It checks what the specification says a reader must check, but for some limits on sizes (section 3.3), and
+more; it reads whole tables into memory, and is slow on purpose: it is here to be read, and to disagree with
+featstore where one of the two is wrong.
 """
 
 import hashlib
@@ -319,7 +320,8 @@ class Store:
 
     def array(self, entry):
         shape = fields(entry, ARRAY)["shape"]
-        need(len(shape) <= 31 and all(type(n) is int and 0 <= n <= 2**48 for n in shape), f"shape {shape}")
+        need(len(shape) <= 31 and all(type(n) is int and n >= 0 for n in shape), f"shape {shape}")
+        need(math.prod(n for n in shape if n) <= 2**48, f"shape {shape}")
         dtype, axes = self.zarr(entry["path"], shape, shape, entry["dtype"])
         size = math.prod(shape) * dtype.itemsize
         data = self.chunk(entry["path"] + "/c" + ".0" * axes, size) if size else b""
@@ -329,7 +331,10 @@ class Store:
         """(rows in row order, row_of_node or None)"""
         rows, shape, per_chunk, row_bytes = t["rows"], t["row_shape"], t["rows_per_chunk"], t["row_bytes"]
         need(
-            0 <= rows <= 2**40 and all(type(n) is int and n >= 1 for n in shape) and per_chunk >= 1,
+            0 <= rows <= 2**40
+            and all(type(n) is int and n >= 1 for n in shape)
+            and per_chunk >= 1
+            and len(shape) <= 31,
             "table shape",
         )
         dtype, axes = self.zarr(t["path"], [rows, *shape], [per_chunk, *shape], t["dtype"])
@@ -407,7 +412,8 @@ class Store:
                 copy = self.numbers(hubs[part], EDGE_PARTS.get(part, ["<i4", "<i8"]))
                 lists = [values[offsets[r] : offsets[r + 1]] for r in found]
                 need(
-                    np.array_equal(np.concatenate([*lists, values[:0]]), copy),
+                    np.array_equal(np.concatenate([*lists, values[:0]]), copy)
+                    and (part != "weights" or copy.dtype == values.dtype),
                     "hubs' lists are not the lists they copy",
                 )
         return offsets, sources, parts

@@ -32,6 +32,7 @@ from featstore.errors import (
 )
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.sources import none_goes_on
+from featstore.reader.reader import Reader
 from featstore.trace.trace import Trace
 
 BATCHES, ROWS = 11, 400
@@ -303,6 +304,27 @@ def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: in
                 assert loader.state()["epoch"] == finished_rounds + (done >= BATCHES)
             case.check(loader, range(BATCHES))
             assert loader.state() == {**states[-1], "epoch": finished_rounds + 2}
+
+
+def test_rows_for_a_device_are_in_host_memory_a_few_at_a_time(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featstore.loaders.compiled.assembly._STAGED_BYTES", 1000)
+    read = []
+    with case.store.compiled("device") as compiled:
+        own = Reader.read_runs
+
+        def watched(self: Any, runs: Any, **options: Any) -> Any:
+            found = own(self, runs, **options)
+            if any("device" in name for name in runs):
+                read.extend(found.values())
+            return found
+
+        monkeypatch.setattr(Reader, "read_runs", watched)
+        with CompiledLoader(compiled, device="cpu") as loader:
+            case.check(loader, range(BATCHES))
+    assert len(read) > 4
+    assert all(len(rows) <= 1 or rows.nbytes <= 1000 for rows in read)
 
 
 def test_resuming_in_the_middle_of_an_order(case: Case) -> None:

@@ -20,6 +20,8 @@ from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources, Record, TablePart, none_goes_on
 from featstore.trace.sample_decoder import decode
 
+_STAGED_BYTES = 16 << 20  # of rows for a device, in host memory at once
+
 if TYPE_CHECKING:
     from featstore.engine.request import Request
 
@@ -158,15 +160,24 @@ class _DeviceRows:
     """Rows that are on the accelerator for good, and what brings the others beside them."""
 
     def __init__(self, sources: CompiledSources, device: Any) -> None:
+        import torch
+
         from featstore.base.tensors import as_tensor
         from featstore.base.transfers import Transfer
 
         self.transfer = Transfer(device)
-        self._rows = {}
-        for (name, table), limits in zip(sources.tables, sources.limits, strict=True):
-            rows = sources.pack.read_runs({table.device: [(0, limits.device_slots)]})[table.device]
-            with self.transfer.within():  # where they are read
-                self._rows[name] = as_tensor(rows).to(device)
+        self._rows: dict[str, Any] = {}
+        each = zip(sources.tables, sources.limits, sources.row_bytes, strict=True)
+        for (name, table), limits, row_bytes in each:
+            count, run = limits.device_slots, max(1, _STAGED_BYTES // row_bytes)
+            for low in range(0, max(1, count), run):
+                high = min(count, low + run)
+                rows = as_tensor(sources.pack.read_runs({table.device: [(low, high)]})[table.device])
+                with self.transfer.within():  # where they are read
+                    if low == 0:
+                        shape = (count, *rows.shape[1:])
+                        self._rows[name] = torch.empty(shape, dtype=rows.dtype, device=device)
+                    self._rows[name][low:high] = rows.to(device)
 
     def complete(self, x: dict[str, Any], records: list[TableRecord]) -> dict[str, Any]:
         """All rows of a mini-batch, on the device."""
