@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.error_text import first_line
+from featstore.base.modules import loaded
 from featstore.errors import ArgumentError, IdError
 
 _INT64 = np.dtype(np.int64)
 
 
 def is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = loaded("torch", "Tensor")
     return torch is not None and isinstance(value, torch.Tensor)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from featstore.base.modules import loaded
 from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
 from featstore.sampling.minibatch import OF_LINKS
 
-_OWN = ("index", "n_id", "x", "sample", "_edges", "_named")
+_OWN = ("index", "n_id", "x", "sample", "_edges")
 
 
 class Batch:
@@ -40,7 +40,6 @@ class Batch:
     def __init__(self, index: int, n_id: Any, x: Any, sample: Any = None) -> None:
         self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
         self._edges: Any = None
-        self._named = False  # whether nodes= said whose rows these are
 
     # What PyG calls so, of samplers that call it otherwise.
 
@@ -69,7 +68,7 @@ class Batch:
         return self._stacked(row, col)
 
     def _stacked(self, row: Any, col: Any) -> Any:
-        both, torch = np.stack([row, col]), sys.modules.get("torch")
+        both, torch = np.stack([row, col]), loaded("torch", "Tensor")
         if torch is not None and isinstance(_first(self.x), torch.Tensor):
             return torch.from_numpy(both).to(_first(self.x).device, non_blocking=True)
         return both
@@ -149,7 +148,7 @@ class Batch:
         """The mini-batch as a ``Data``, with PyG's names."""
         from torch_geometric.data import Data
 
-        self._check_places(self.n_id, ids_of(self.sample))
+        self._check_places(self.n_id, self._own_nodes())
         data = Data(
             x=_tensor(self.x, "x"), edge_index=_tensor(self.edge_index, "edge_index"),
             n_id=_tensor(self.n_id, "n_id"), batch_size=self.batch_size,
@@ -180,7 +179,7 @@ class Batch:
                 "of edges, as the store's own does, or made one"
             )
         data, counts = HeteroData(), self.num_sampled_nodes
-        known = ids_of(self.sample)
+        known = self._own_nodes()
         for node_type, ids in self.n_id.items():
             self._check_places(ids, known.get(node_type) if isinstance(known, Mapping) else None)
             store = data[node_type]
@@ -199,9 +198,14 @@ class Batch:
                 data[key][name] = list(value) if listed else _tensor(value, name)
         return data
 
+    def _own_nodes(self) -> Any:
+        """The nodes that the store's sampler drew, which stay as they are; None of another's mini-batch,
+        whose memory may be used again."""
+        return None if isinstance(self.sample, Mapping) else getattr(self.sample, "node", None)
+
     def _check_places(self, ids: Any, sampled: Any) -> None:
         """Raise SourceError where edges speak of places among other nodes than the rows are of."""
-        if self._named and sampled is not None and not np.array_equal(_on_host(ids), _on_host(sampled)):
+        if sampled is not None and not np.array_equal(_on_host(ids), _on_host(sampled)):
             raise SourceError(
                 "nodes= gave this mini-batch other rows than its sampler's nodes, of whose places edge_index "
                 "speaks: put rows and edges together yourself, from batch.n_id and batch.sample"

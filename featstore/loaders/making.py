@@ -79,9 +79,9 @@ class Making:
                 because = "what rows of other hosts take is not known beforehand: ask for another mode, mode="
                 self.taken = auto_is_online(given, because)
         self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
-        kind = TypedWhole if store.edge_types else Whole
         parts = store, given.get("edge_table"), given.get("attach", ())
-        self.whole = kind(*parts, named=given.get("nodes") is not None)
+        named = given.get("nodes") is not None
+        self.whole = TypedWhole(*parts, named=named) if store.edge_types else Whole(*parts)
         held = self.whole.held_bytes + halo_bytes(store, given, batches)
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"

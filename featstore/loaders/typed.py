@@ -40,7 +40,8 @@ class TypedWhole(Whole):
     """
 
     def __init__(self, store: OpenStore, edge_table: Any, attach: Any, *, named: bool = False) -> None:
-        super().__init__(store, None, (), named=named)
+        super().__init__(store, None, ())
+        self._named = named
         self.featureless = frozenset(store.featureless)
         self.edge_types = _edge_tables(store, edge_table)
         self._edge_type_of = {joined_name(edge_type): edge_type for edge_type in store.edge_types}
@@ -81,7 +82,7 @@ class TypedWhole(Whole):
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
         named = self._named or (isinstance(made, Batch) and has_recorded_ids(made.sample))
-        batch = as_batch(made, self._named)
+        batch = as_batch(made)
         known = ids_of(batch.sample) if isinstance(field_of(batch.sample, "row"), Mapping) else None
         if isinstance(known, Mapping):  # sampled here, around nodes or links, or as that is
             given = batch.n_id

@@ -88,14 +88,12 @@ class Whole:
     """Makes what a loader of any mode has made a :class:`~featstore.loaders.batch.Batch`.
 
     ``edge_table``: whose rows are ``edge_attr``. ``attach``: names of arrays of the store with a value for
-    each node, or for each edge by its number (``of_edges``), which are held in memory. ``named``: ``nodes=``
-    says whose rows are wanted. Raises ArgumentError, UnknownNameError, SourceError.
+    each node, or for each edge by its number (``of_edges``), which are held in memory. Raises ArgumentError,
+    UnknownNameError, SourceError.
     """
 
-    def __init__(
-        self, store: OpenStore, edge_table: str | None, attach: Any, *, named: bool = False
-    ) -> None:  # fmt: skip
-        self.edge_table, self.edges, self._named = edge_table, None, named
+    def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
+        self.edge_table, self.edges = edge_table, None
         self._nodes = nodes = store.node_types
         alone = store.manifest.compiled  # a trace that is opened without the store that it was compiled for
         self._with_rows = {*store.tables} - {*store.featureless} if alone is None else {*alone.tables}
@@ -198,7 +196,7 @@ class Whole:
 
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
-        batch = as_batch(made, self._named)
+        batch = as_batch(made)
         if isinstance(batch.n_id, Mapping) and not isinstance(batch.x, Mapping):
             name = self._only_of(batch.n_id)
             if name in self._edge_tables and {*self.attached} - self.of_edges:
@@ -283,10 +281,9 @@ def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
     return to_device(as_tensor(values), like.device)
 
 
-def as_batch(made: Any, named: bool = False) -> Batch:
-    """What a loader of any mode has made, as one class. ``named``: ``nodes=`` said whose rows it has."""
+def as_batch(made: Any) -> Batch:
+    """What a loader of any mode has made, as one class."""
     if isinstance(made, Batch):
-        made._named = named
         if has_recorded_ids(made.sample):
             made.n_id, made.sample = made.sample[_IDS], made.sample["sample"]
         return made

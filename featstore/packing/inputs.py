@@ -372,13 +372,9 @@ def changed_file(fingerprint: Any) -> str | None:
 
 
 def changed_source(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The name of a table whose rows are others now than when fingerprints were taken; None where none are.
-    How many there are may have become known since."""
-    for name, one in before.items():
-        told = [{k: v for k, v in each.items() if k != "rows"} for each in (one, now[name])]
-        if told[0] != told[1]:
-            return f"table {name!r}"
-    return None
+    """The name of a table one of whose shards is another now than when fingerprints were taken: of these no
+    path is in them."""
+    return next((f"table {name!r}" for name, one in before.items() if one != now.get(name, one)), None)
 
 
 def described(source: FeatureSource) -> dict[str, Any]:

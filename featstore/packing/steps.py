@@ -23,6 +23,7 @@ from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
 from featstore.packing.row_ids import read_ids, write_ids
 from featstore.packing.sources.opening import FeatureSource
+from featstore.packing.sources.shards import ShardedRows
 from featstore.packing.typed import TypedOrders
 from featstore.storage.edge_types import EDGE_FEATURES
 from featstore.storage.manifest import (
@@ -128,7 +129,8 @@ class Packing:
         key_entries = keys.write(self.catalogue, self.generation.name)
         groups += ["keys"] if key_entries else []
         sources = {n: described(s) for n, s in self.tables.items()}
-        now = {name: source.fingerprint() for name, source in self._given.items()}
+        sharded = {name: one for name, one in self._given.items() if isinstance(one, ShardedRows)}
+        now = {name: one.fingerprint() for name, one in sharded.items()}
         other = changed_file(self._began) or changed_source(self._began["tables"], now)
         if other is not None:
             raise SourceError(

@@ -20,7 +20,6 @@ Ids without a type have the type ``""``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.ids import plain_array
+from featstore.base.modules import loaded
 from featstore.errors import ArgumentError, SourceError
 from featstore.sampling import dgl_graphs
 
@@ -92,7 +92,7 @@ def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
                 return batch[key], batch
         if _is_typed(batch):
             return batch, None
-    pyg = sys.modules.get("torch_geometric.data")
+    pyg = loaded("torch_geometric.data", "HeteroData")
     if pyg is not None and isinstance(batch, pyg.HeteroData):
         return _hetero_ids(batch), batch
     for name in _ATTRIBUTES:
@@ -107,7 +107,7 @@ def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
 def _check_edges(batch: Any, by_type: dict[str, Any]) -> None:
     """Raise SourceError for a sampled mini-batch that has lost its edges, and for rows asked for by a
     sampler's own edge numbers."""
-    pyg = sys.modules.get("torch_geometric.data")
+    pyg = loaded("torch_geometric.data", "HeteroData")
     sampled = pyg is not None and isinstance(batch, pyg.Data) and "num_sampled_edges" in batch
     if sampled and "edge_index" not in batch and "adj_t" not in batch:
         raise SourceError(
@@ -127,7 +127,7 @@ def _check_edges(batch: Any, by_type: dict[str, Any]) -> None:
 
 
 def _is_ids(value: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = loaded("torch", "Tensor")
     return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
 
 

@@ -234,7 +234,7 @@ class Claims:
         try:
             read = Read(ticket.ids[positions], ticket.slots[positions])
         except BaseException as error:
-            ticket.failed = error
+            ticket.failed = error.with_traceback(None)  # which would keep the ticket
             for low in range(0, count, _FEW):
                 few = ticket.slots[positions[low : low + _FEW]]
                 sl.unpin(self._map, few, layout.FAILED, np.ones(1, np.int64))
@@ -336,7 +336,7 @@ class Claims:
                 if not ticket.claim.held:
                     raise CancelledError("the ticket was released before its rows were there")
                 if ticket.failed is not None:
-                    raise ticket.failed
+                    raise ticket.failed.with_traceback(None)
                 for read in ticket.reads:
                     if not read.once[0] and read.error is not None:
                         raise read.error

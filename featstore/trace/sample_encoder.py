@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name, dtype_name
+from featstore.base.modules import loaded
 from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
 from featstore.trace.log_format import up
@@ -174,7 +174,7 @@ class _Encoder:
     def _foreign(self, value: Any, where: Where, depth: int) -> list[Any]:
         """Objects of torch, PyG, DGL and our own. What is not loaded cannot have made one."""
         kind = type(value)
-        torch, pyg = sys.modules.get("torch"), sys.modules.get("torch_geometric.data")
+        torch, pyg = loaded("torch", "Tensor"), loaded("torch_geometric.data", "Batch")
         if torch is not None and isinstance(value, torch.Tensor):
             return self._tensor(torch, value, where)
         if torch is not None and kind is torch.Size:

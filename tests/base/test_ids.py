@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 from featstore.base.buffers import empty_rows
-from featstore.base.ids import check_out, finished, parse_ids
+from featstore.base.ids import check_out, finished, is_tensor, parse_ids
 from featstore.errors import IdError
+from featstore.sampling.minibatch import split
 
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i4", ">u8"]
 
@@ -154,3 +157,11 @@ def test_populate_leaves_the_content_alone() -> None:
         rows[:] = 7
         populate(rows)
         assert (rows == 7).all()
+
+
+def test_torch_that_another_thread_is_loading_has_made_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "torch_geometric.data"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not is_tensor(np.arange(3))
+    assert parse_ids(np.arange(3)).values.tolist() == [0, 1, 2]
+    assert [ids.tolist() for ids in split({"n_id": np.arange(3)})[0].values()] == [[0, 1, 2]]

@@ -521,13 +521,20 @@ def test_edges_that_have_no_number_have_no_values(tmp_path: Path, pack: Any) -> 
                 next(iter(loader))
 
 
-def test_edges_of_other_nodes_make_no_object_of_pygs(store: Any) -> None:
-    with store.loader(**options_of("online", "none"), nodes=lambda s: np.sort(s.node)) as loader:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of who imports PyG first
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_edges_of_other_nodes_make_no_object_of_pygs(store: Any, mode: str) -> None:
+    given = options_of(mode, f"pyg-{mode}")
+    with store.loader(**given, nodes=lambda s: np.sort(s.node)) as loader:
         for batch in loader:
             np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
             with pytest.raises(SourceError, match="nodes= gave this mini-batch other rows"):
                 batch.pyg()
-    with store.loader(**options_of("online", "none"), nodes=lambda s: s.node.copy()) as loader:
+    if mode == "compiled":  # and found again
+        with store.loader(**given, reuse=True) as loader, pytest.raises(SourceError, match="nodes= gave"):
+            next(iter(loader)).pyg()
+    given = options_of(mode, f"same-{mode}")
+    with store.loader(**given, nodes=lambda s: s.node.copy()) as loader:
         batch = next(iter(loader))
         np.testing.assert_array_equal(batch.pyg().x, FEATURES[batch.n_id])
 

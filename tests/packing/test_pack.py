@@ -355,23 +355,36 @@ def test_resume_wants_the_same_graph(tmp_path, kind):
         featstore.pack(tmp_path / "s", X, graph=graphs_like(kind, tmp_path / "g", True), resume=True)
 
 
-@pytest.mark.parametrize("what", ["rows", "graph", "keys"])
+@pytest.mark.parametrize("what", ["rows", "graph", "keys", "shards"])
 def test_a_file_that_changes_while_it_is_packed_is_an_error(tmp_path, what):
+    if what == "shards":
+        (tmp_path / "x").mkdir()
+        for number, part in enumerate(np.array_split(X, 3)):
+            np.save(tmp_path / "x" / f"{number}.npy", part)
     np.save(tmp_path / "x.npy", X)
     np.save(tmp_path / "e.npy", np.stack([np.arange(ROWS), np.arange(ROWS)]))
     (tmp_path / "k.txt").write_text("".join(f"{k}\n" for k in range(ROWS)))
-    changed = {"rows": "x.npy", "graph": "e.npy", "keys": "k.txt"}[what]
+    changed = {"rows": "x.npy", "graph": "e.npy", "keys": "k.txt", "shards": "x/1.npy"}[what]
+    rows = tmp_path / ("x" if what == "shards" else "x.npy")
+    named = "table 'features'" if what == "shards" else changed
 
     def progress(_):
         path = tmp_path / changed
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
 
     given = {"node_keys": tmp_path / "k.txt"} if what == "keys" else {"graph": tmp_path / "e.npy"}
-    with pytest.raises(SourceError, match=f"{changed} has changed since this pack began"):
-        featstore.pack(tmp_path / "s", tmp_path / "x.npy", progress=progress, **given)
+    with pytest.raises(SourceError, match=f"{named} has changed since this pack began"):
+        featstore.pack(tmp_path / "s", rows, progress=progress, **given)
     with pytest.raises(IncompleteStoreError):
         featstore.open(tmp_path / "s")
-    featstore.pack(tmp_path / "s", tmp_path / "x.npy", overwrite=True, **given).close()
+    featstore.pack(tmp_path / "s", rows, overwrite=True, **given).close()
+
+
+def test_a_store_beside_the_arrays_that_it_is_packed_from_is_no_change_of_theirs(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    zarr.create_array(str(tmp_path / "g" / "x"), shape=X.shape, dtype=X.dtype)[...] = X
+    with featstore.pack(tmp_path / "g" / "x" / "s", tmp_path / "g" / "x") as store:
+        assert np.array_equal(rows_of(store), X)
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz"])
