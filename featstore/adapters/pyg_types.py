@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import numpy as np
 from featstore.adapters.links_over_hosts import links_of_hosts
 from featstore.arguments import shown
 from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import is_tensor
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.hosts.typed_sampler import TypedHostsSampler
@@ -45,9 +45,8 @@ def typed_seeds(store: OpenStore, given: Any) -> TypedSeeds:
     if isinstance(given, str) and given in store.node_types:
         given = (given, None)
     if isinstance(given, tuple) and len(given) == 2:
-        torch = sys.modules.get("torch")
         kind, ids = given
-        if torch is not None and isinstance(ids, torch.Tensor):
+        if is_tensor(ids):
             ids = ids.cpu().numpy()
         if isinstance(ids, str) and f"{kind}.{ids}" in store.manifest.arrays:
             ids = f"{kind}.{ids}"  # PyG names a node type's attribute without the type
@@ -77,7 +76,7 @@ def canonical(given: Any) -> Any:
 
 def without_numbers(store: OpenStore, subgraph: Any, mode: str | None = None) -> list[EdgeType]:
     """The edge types whose mini-batches have edges without a number: those that another one leads back; in
-    mode partitions of one host all."""
+    mode partitions where rows are on several hosts all."""
     if mode == "partitions" and store.on_disk is not store:
         return list(store.edge_types)
     if getattr(subgraph, "value", subgraph) != "bidirectional":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from featstore.arguments import as_number
 from featstore.base.error_text import first_line
+from featstore.base.modules import loaded
 from featstore.base.threads import Reply, Worker
 from featstore.errors import ArgumentError, PeerError, SourceError
 from featstore.hosts.wire import GlooWire
@@ -50,7 +50,7 @@ def place_among(hosts: int) -> HostPlace:
     """This process's place in a run on so many hosts, with the part of its own number, as
     ``torch.distributed`` says: ranks are numbered host after host, and each host has as many, as
     ``torchrun`` and Slurm do it. A machine may stand for several hosts. Raises ArgumentError."""
-    dist = sys.modules.get("torch.distributed")
+    dist = loaded("torch.distributed", "get_rank")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
             f"rows of a store that is split by {hosts} hosts come over torch.distributed: start a process on "

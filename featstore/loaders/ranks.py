@@ -10,11 +10,11 @@ as it is: a part of it (see :func:`featstore.loaders.prefetch.parts_of`) has ``n
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import Any, Self
 
 from featstore.arguments import as_count
+from featstore.base.modules import loaded
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError
 from featstore.loaders.prefetch import parts_of
@@ -54,7 +54,7 @@ class Ranks:
 def _world_size() -> int:
     """How many processes train together: those of torch's process group, else what ``torchrun`` says; 1 where
     neither does."""
-    dist = sys.modules.get("torch.distributed")
+    dist = loaded("torch.distributed", "get_rank")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
     size = os.environ.get("WORLD_SIZE", "")
@@ -62,7 +62,7 @@ def _world_size() -> int:
 
 
 def _rank() -> int:
-    dist = sys.modules.get("torch.distributed")
+    dist = loaded("torch.distributed", "get_rank")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
     rank = os.environ.get("RANK", "")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from featstore.base.modules import loaded
 from featstore.base.progress import ProgressLine
 from featstore.units import format_bytes
 
@@ -66,7 +66,7 @@ def line(
 def spans(items: Iterable[Coming], name: str) -> Iterator[Coming]:
     """The items; what each takes to come is a span of this name in a trace of PyTorch's profiler, where the
     program has torch."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch", "profiler")
     record = None if torch is None else torch.profiler.record_function
     coming = iter(items)
     while True:

@@ -337,19 +337,23 @@ def identity(value: Any) -> dict[str, Any]:
     }
 
 
+#: What tensors of some layouts consist of, beside their values.
+_SPARSE = {
+    "torch.sparse_csc": ("ccol_indices", "row_indices"), "torch.sparse_csr": ("crow_indices", "col_indices"),
+    "torch.sparse_coo": ("indices",),
+}  # fmt: skip
+
+
 def _parts_of(value: Any) -> dict[str, Any]:
     """The arrays that a sparse matrix consists of, or the edges of PyG data."""
     if type(value).__module__.partition(".")[0] == "scipy":
         names = [("indptr", "indices", "data"), ("row", "col", "data"), ("offsets", "data")]
         own = next((some for some in names if all(hasattr(value, one) for one in some)), ())
         return {one: getattr(value, one) for one in own} or {"coo": value.tocoo()}
-    if is_tensor(value) and value.layout.__str__() != "torch.strided":
-        coordinates = value.coalesce() if str(value.layout) == "torch.sparse_coo" else value
-        names = [("ccol_indices", "row_indices"), ("crow_indices", "col_indices"), ("indices",)]
-        own = {"sparse_csc": names[0], "sparse_csr": names[1], "sparse_coo": names[2]}.get(
-            str(value.layout).rpartition(".")[2], ()
-        )
-        return {one: getattr(coordinates, one)() for one in own}
+    if is_tensor(value):
+        layout = str(value.layout)
+        value = value.coalesce() if layout == "torch.sparse_coo" else value
+        return {one: getattr(value, one)() for one in _SPARSE.get(layout, ())}
     if is_pyg(value):
         found = [getattr(one, "edge_index", getattr(one, "adj_t", None)) for one in value.edge_stores]
         return {str(k): one for k, one in enumerate(found) if one is not None}
@@ -369,12 +373,6 @@ def changed_file(fingerprint: Any) -> str | None:
     if isinstance(fingerprint, list):
         return next((found for one in fingerprint if (found := changed_file(one)) is not None), None)
     return None
-
-
-def changed_source(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The name of a table one of whose shards is another now than when fingerprints were taken: of these no
-    path is in them."""
-    return next((f"table {name!r}" for name, one in before.items() if one != now.get(name, one)), None)
 
 
 def described(source: FeatureSource) -> dict[str, Any]:

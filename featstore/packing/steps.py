@@ -16,7 +16,7 @@ from featstore.errors import BudgetError, CorruptionError, SourceError
 from featstore.layout import TableLayout
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
-from featstore.packing.inputs import Inputs, changed_file, changed_source, described, identity
+from featstore.packing.inputs import Inputs, changed_file, described, identity
 from featstore.packing.keys.packed import PackedKeys
 from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
@@ -129,20 +129,25 @@ class Packing:
         key_entries = keys.write(self.catalogue, self.generation.name)
         groups += ["keys"] if key_entries else []
         sources = {n: described(s) for n, s in self.tables.items()}
-        sharded = {name: one for name, one in self._given.items() if isinstance(one, ShardedRows)}
-        now = {name: one.fingerprint() for name, one in sharded.items()}
-        other = changed_file(self._began) or changed_source(self._began["tables"], now)
-        if other is not None:
-            raise SourceError(
-                f"{other} has changed since this pack began, and may have been read in part before and in "
-                "part after: pack again, with overwrite=True (--overwrite)"
-            )
+        self._check_unchanged()
         self.transaction.commit(
             groups, tables=entries, arrays=array_entries,
             features=graph_features(graphs.values()) + [KEYS_FEATURE] * bool(key_entries),
             provenance={"seed": self.options.seed, "sources": sources}, graphs=graphs,
             featureless=inputs.featureless, keys=key_entries,
         )  # fmt: skip
+
+    def _check_unchanged(self) -> None:
+        """Raise SourceError where an input is another one now than when the pack began."""
+        before = self._began["tables"]
+        shards = [name for name, one in self._given.items() if isinstance(one, ShardedRows)]
+        others = [f"table {name!r}" for name in shards if self._given[name].fingerprint() != before[name]]
+        other = changed_file(self._began) or next(iter(others), None)
+        if other is not None:
+            raise SourceError(
+                f"{other} has changed since this pack began, and may have been read in part before and in "
+                "part after: pack again, with overwrite=True (--overwrite)"
+            )
 
     def _edge_source(self) -> FeatureSource | None:
         """The table whose rows the ids of the only graph's edges are to number, if there is one."""

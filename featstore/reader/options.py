@@ -17,7 +17,7 @@ from featstore.units import parse_bytes
 READING = ("engine", "model", "queue_depth", "threads", "verify")
 
 #: Those of samplers from disk.
-SAMPLERS_READING = ("engine", "queue_depth", "threads", "verify")
+SAMPLERS_READING = tuple(name for name in READING if name != "model")
 
 QUEUE_DEPTH_MAX = 4096
 READING_THREADS_MAX = 256

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
+from featstore.base.modules import loaded
 from featstore.base.sequences import each_of, known_length
 from featstore.errors import ArgumentError, SourceError
 from featstore.reader.reader import Reader
@@ -301,7 +301,7 @@ class Switch:
 
 def torch_threads() -> int | None:
     """Threads of torch's operations now; None where the program has not loaded torch."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch", "Tensor")
     return None if torch is None else int(torch.get_num_threads())
 
 
@@ -318,7 +318,7 @@ def threads_restored() -> Iterator[None]:
 
 def set_threads(count: int) -> None:
     """Give torch's operations so many threads, where torch is loaded."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch", "Tensor")
     if torch is not None:
         torch.set_num_threads(count)
 

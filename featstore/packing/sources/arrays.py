@@ -77,12 +77,15 @@ def array_of(thing: Any, name: str) -> NDArray[Any] | None:
     return None
 
 
+def is_count(index: Any) -> bool:
+    """Whether an index of pandas says no more than the places: 0, 1, 2, ..."""
+    return (getattr(index, "start", None), getattr(index, "step", None)) == (0, 1)
+
+
 def _is_plain_series(thing: Any) -> bool:
-    """Whether something is one column with an index of its own that says no more than the places: 0, 1, 2,
-    ..."""
-    index = getattr(thing, "index", None)
-    plain = (getattr(index, "start", None), getattr(index, "step", None)) == (0, 1)
-    return hasattr(thing, "iloc") and getattr(thing, "ndim", 0) == 1 and plain
+    """Whether something is one column whose index says no more than the places."""
+    one = hasattr(thing, "iloc") and getattr(thing, "ndim", 0) == 1
+    return one and is_count(getattr(thing, "index", None))
 
 
 def dense_tensor(tensor: Any, name: str) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from featstore.errors import SourceError
+from featstore.packing.sources.arrays import is_count
 from featstore.packing.sources.base import FeatureSource, dtype_text, import_extra, sample_crc32
 from featstore.packing.sources.columns import id_error
 from featstore.packing.sources.tables import ColumnRows
@@ -32,11 +33,6 @@ def frame_table(frame: Any, name: str) -> Any:
         return arrow.table(frame)
     except (arrow.ArrowException, TypeError, ValueError) as error:
         raise SourceError(f"{name}: its columns are none of Arrow's ({error}); convert them first") from error
-
-
-def is_count(index: Any) -> bool:
-    """Whether an index of pandas says no more than the places: 0, 1, 2, ..."""
-    return (getattr(index, "start", None), getattr(index, "step", None)) == (0, 1)
 
 
 class FrameRows(ColumnRows):

@@ -10,13 +10,13 @@ rows) and each later one is held against it. Arrays of other libraries are read 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.modules import loaded
 from featstore.base.sequences import each_of
 from featstore.errors import SourceError
 from featstore.packing.sources.arrays import array_of, dense_tensor, tensor_to_numpy
@@ -173,7 +173,7 @@ _TORCHS = ("torch", "torchdata")  # whose ways of making mini-batches keep the o
 def _check_whole_and_in_order(blocks: Any, name: str) -> None:
     """Raise SourceError for a torch ``DataLoader`` that shuffles, samples, drops, repeats or overtakes: row i
     would not be item i."""
-    data = sys.modules.get("torch.utils.data")
+    data = loaded("torch.utils.data", "DataLoader")
     if data is None or not isinstance(blocks, data.DataLoader):
         return
     streams = isinstance(blocks.dataset, data.IterableDataset)
