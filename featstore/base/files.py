@@ -260,14 +260,14 @@ def read_small(path: Path, bytes_max: int) -> bytes:
 def load_given(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
     """What NumPy reads of a file of arrays that a person gave, without unpickling; ``mapped``: read-only and
     as it is looked at. An ``.npz`` gives its archive, open. Raises SourceError where it was cut off; OSError
-    and ValueError, in NumPy's words."""
+    and ValueError, in NumPy's words. Who calls says which file it is."""
     with open(path, "rb") as file:
         if file.read(2) == b"PK" and not zipfile.is_zipfile(path):  # NumPy would leave it open
-            raise SourceError(f"{os.fspath(path)}: the archive is damaged or cut off")
+            raise SourceError("the archive is damaged or cut off")
     try:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except EOFError as error:
-        raise SourceError(f"{os.fspath(path)}: {error}") from error
+        raise SourceError(str(error)) from error
 
 
 def map_values(path: Path, dtype: np.dtype[Any], count: int) -> np.memmap[Any, Any]:

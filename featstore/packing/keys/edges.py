@@ -65,7 +65,7 @@ def key_edges(
         if path.suffix.lower() != ".npy" or not is_regular(path):
             return None
         try:
-            spec = load_given(path)
+            spec = load_given(path, mapped=True)  # whose dtype alone is looked at where it is numbers
         except (OSError, ValueError) as error:
             raise SourceError(f"cannot read edges from {path}: {error}") from None
     if isinstance(spec, np.ndarray) and not isinstance(spec, PygEdges) and spec.dtype.kind in "USOT":
