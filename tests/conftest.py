@@ -122,8 +122,13 @@ MUCH_ALIKE = {
 }  # fmt: skip
 
 
+#: Tests that take seconds, by file and name, the longest first: where all tests are run, every other one is
+#: on one day, and the others on the next.
+LONG_TESTS = Path(__file__).with_name("long_tests.txt").read_text().split()
+
+
 def pytest_report_header() -> str:
-    return f"TEST_TURN={TURN} says which of many cases are tried; --thorough tries all"
+    return f"TEST_TURN={TURN} says which of many cases, and of long tests, are tried; --thorough tries all"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -138,6 +143,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--thorough"):
         left_out = pytest.mark.skip(reason="much the same as another, and long: --thorough")
         by_test: dict[str, list[pytest.Item]] = {}
+        if [Path(one).resolve() for one in config.args] == [Path(__file__).parent]:
+            another_day = pytest.mark.skip(
+                reason="long, and of another day's run: --thorough, or name its file"
+            )
+            left = {name for place, name in enumerate(LONG_TESTS) if place % 2 != TURN % 2}
+            for item in items:
+                if name_of(item) in left:
+                    item.add_marker(another_day)
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(left_out)
@@ -154,6 +167,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
     gc.enable()
+
+
+def name_of(item: pytest.Item) -> str:
+    """A test's file and name, whatever its case."""
+    file = item.path.relative_to(Path(__file__).parent).as_posix()
+    return f"{file}::{getattr(item, 'originalname', None) or item.name}"
 
 
 def some_of(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -123,3 +123,13 @@ def test_a_circle_is_found() -> None:
 def test_what_is_allowed_is_not_found(name: str, allowed: str) -> None:
     count = house.MEASURES[name].findings
     assert len(count(FILES | {COST: f"{FILES[COST]}\n\n{allowed}\n"})) == len(findings_now(name))
+
+
+def test_long_tests_are_there() -> None:
+    """Those that are divided between days, by their names."""
+    tests = Path(__file__).parent
+    names = (tests / "long_tests.txt").read_text().split()
+    assert len(set(names)) == len(names)
+    for name in names:
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (tests / file).read_text(), name

@@ -155,7 +155,7 @@ class NeighborLoader:
         self.batch_size = batch_size
         self._order = np.argsort(self._seeds, kind="stable")
         self._input_ids = self._seeds if masked else None  # what PyG calls seeds of a mask by
-        self._times = _times(data, options, table.rows, self._type)
+        self._times = _times(data, options, table.rows, self._type, self._seeds)
         self.loader = Loader(
             data, seeds=given, fanouts=fanouts, batch_size=batch_size,
             drop_last=as_flag(drop_last or False, "drop_last"),
@@ -192,9 +192,7 @@ class NeighborLoader:
             for edge_type in self._unnumbered:
                 made[edge_type].pop("e_id", None)
             if self._times is not None:
-                times, of_nodes = self._times
-                of_seeds = times[seeds if of_nodes else places].astype(np.int64)
-                to.seed_time = to_device(torch.from_numpy(of_seeds), device)
+                to.seed_time = to_device(torch.from_numpy(self._times[places].astype(np.int64)), device)
             del batch
             yield made if self._transform is None else self._transform(made)
             del made
@@ -319,18 +317,18 @@ def attached(store: OpenStore, nodes: int, attach: Any, options: Mapping[str, An
     return names
 
 
-def _times(store: OpenStore, options: dict[str, Any], nodes: int, kind: str | None) -> Any:
-    """The times of all seeds, in their order, or of all nodes: (times, whether of nodes); None for none."""
+def _times(store: OpenStore, options: dict[str, Any], nodes: int, kind: str | None, seeds: Any) -> Any:
+    """The times of all seeds, in their order; None for none."""
     if options.get("time_attr") is None:
         return None
     given = options.get("input_time")
     if given is not None:
         given = given.cpu() if isinstance(given, torch.Tensor) else given
         options["input_time"] = given = plain_array(given, "input_time")
-        return given, False
+        return given
     name = options["time_attr"] if kind is None else f"{kind}.{options['time_attr']}"
     entry = store.manifest.arrays.get(name) if isinstance(name, str) else None
-    return None if entry is None or entry.shape != [nodes] else (store.arrays[name], True)
+    return None if entry is None or entry.shape != [nodes] else store.arrays[name][seeds]
 
 
 def _of_all(store: OpenStore, nodes: int, options: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from featstore.base.error_text import first_line
 from featstore.base.modules import loaded
-from featstore.errors import ArgumentError, IdError
+from featstore.errors import ArgumentError, IdError, SourceError
 
 _INT64 = np.dtype(np.int64)
 
@@ -48,6 +48,16 @@ def as_integers(values: Any, what: str, error: type[Exception] = IdError) -> NDA
     if (given.dtype.kind not in "iu" and given.size) or isinstance(values, np.ma.MaskedArray):
         raise error(f"{what}, not {_not_ids(values, given)}")
     return given
+
+
+def unmasked(array: NDArray[Any], name: str, instead: str) -> NDArray[Any]:
+    """The array, of which no value is masked. Raises SourceError, which says what to give ``instead``."""
+    if not isinstance(array, np.ma.MaskedArray):
+        return array
+    if np.ma.is_masked(array):
+        count = int(np.ma.getmaskarray(array).sum())
+        raise SourceError(f"{name}: a masked array with {count:,} masked values, and {instead}")
+    return np.ma.getdata(array)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def plain_array(value: Any, name: str) -> NDArray[Any]:

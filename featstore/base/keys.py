@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from featstore.arguments import shown
 from featstore.base.compilation import njit
 from featstore.base.hashing import hash_strings, mix64
+from featstore.base.ids import unmasked
 from featstore.errors import SourceError
 
 __all__ = [
@@ -194,6 +195,7 @@ def as_keys(values: Any, name: str, first: int = 0) -> KeyBlock:
         if isinstance(values, KeyBlock):
             return values
     if isinstance(values, np.ndarray):
+        values = unmasked(values, name, "each node has a key; give those of all")
         if values.ndim != 1:
             raise SourceError(f"{name}: keys have one axis, not {values.ndim}")
         if values.dtype.kind in "iu":
@@ -267,8 +269,9 @@ def _of_buffers(column: Any) -> KeyBlock:
 
 
 def _of_numbers(values: NDArray[Any], name: str, first: int) -> KeyBlock:
-    if values.dtype == np.uint64 and len(values) and int(values.max()) > np.iinfo(np.int64).max:
-        at = int(np.flatnonzero(values > np.uint64(np.iinfo(np.int64).max))[0])
+    most = np.iinfo(np.int64).max
+    if values.dtype.newbyteorder("=") == np.uint64 and len(values) and int(values.max()) > most:
+        at = int(np.flatnonzero(values > np.uint64(most))[0])
         raise SourceError(f"{name}: key {int(values[at])} in row {first + at:,} does not fit int64")
     return KeyBlock(np.ascontiguousarray(values, dtype=np.int64))
 

@@ -23,6 +23,8 @@ from featstore.plan.budget import Budget, TableNeed, own_bytes, reader_bytes
 from featstore.storage.store import OpenStore, Table
 from featstore.units import multiple_bytes
 
+# Of each slot: where it lies, where the round leaves its row, and what turning these round takes.
+_SLOT_BYTES = 24
 _RECORD_BYTES_PER_ID = 32  # at most: a row of the shared or the base table, its admission, its node id
 _RECORD_BYTES = 8192
 DEPTH_MIN = 2  # mini-batches: the loop's, and one on its way
@@ -121,11 +123,12 @@ class LoaderBudget:
                 )
         cache = memory_bytes - fixed(depth, memory_bytes) if cache_bytes is None else cache_bytes
 
-        def rows_in(memory: int, t: str) -> int:
-            return min(SLOTS_MAX, tables[t].rows, memory * asked[t] // total // tables[t].row_bytes)
+        def rows_in(memory: int, t: str, beside: int) -> int:
+            own = memory * asked[t] // total
+            return min(SLOTS_MAX, tables[t].rows, own // (tables[t].row_bytes + beside))
 
-        slots = {t: rows_in(cache, t) for t in tables}
-        device = {t: rows_in(device_bytes, t) for t in tables}
+        slots = {t: rows_in(cache, t, _SLOT_BYTES) for t in tables}
+        device = {t: rows_in(device_bytes, t, 0) for t in tables}
         return cls(memory_bytes, depth, batch, record, slots, device)
 
 

@@ -41,7 +41,8 @@ class GivenShare:
     Where they do not divide evenly, the first ones stand twice; with ``drop_last`` the last ones are left
     out. ``padded`` and ``dropped`` say how many, of the epoch that was gone through last. Of a sequence only
     a rank's own are asked for; of anything else each rank goes through all of them, and passes over the
-    others. ``divided``: they are this one's of so many ranks already.
+    others. ``divided``: they are this one's of so many ranks already. Raises ArgumentError where nothing is
+    left.
     """
 
     def __init__(
@@ -49,7 +50,14 @@ class GivenShare:
         divided: int = 0,
     ) -> None:  # fmt: skip
         self._batches, self._rank, self.num_replicas, self._drop_last = batches, rank, world_size, drop_last
+        if isinstance(batches, LinkBatches):
+            self._drop_last = drop_last or batches.drops_last
         self._divided = divided
+        length = known_length(batches)
+        if length and not self._steps(length):
+            raise ArgumentError(
+                f"drop_last= leaves no mini-batch: there are {length:,}, fewer than the {world_size:,} ranks"
+            )
         self.padded = self.dropped = 0
         self._begun_at = (0, 0)  # an epoch, and how many mini-batches of it are over
 
@@ -123,6 +131,8 @@ class GivenShare:
             mine, self.padded, self.dropped = share_of(
                 order, 1, self._rank, self.num_replicas, self._drop_last
             )
+            if isinstance(batches, LinkBatches):
+                self.dropped = batches.dropped + self.dropped * batches.batch_size
             return (batches[int(index)] for index in mine)
         return self._passing_over(batches, over)
 

@@ -11,8 +11,10 @@ What the modes (:mod:`featstore.loaders.modes`) differ in is which rows are want
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
@@ -49,7 +51,8 @@ def _close_all() -> None:
         loader.close()
 
 
-atexit.register(_close_all)
+# before thread pools are shut down, whose work may wait for a loader to be closed
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 class Loader(Shown, LoaderBase):
@@ -129,11 +132,11 @@ class Loader(Shown, LoaderBase):
         self._mode.begin(self._epoch, self._next)
         if self._watch is not None:
             self._watch.begin(self.report())
-        with self._shares.told_of_all():
+        with self._shares.told_of_all(), self._stepping_back():
             for made in spans(self._mode.epoch(), "featstore: wait for a mini-batch"):
                 batch = self._mode.whole(made)
                 del made
-                batch.index = self._next
+                batch.index = self._mode.number(self._next)
                 self._next += 1
                 self._loaded = None
                 if self._watch is not None and self._watch.due():
@@ -146,6 +149,16 @@ class Loader(Shown, LoaderBase):
             self._mode.end_rest()
         self._epoch, self._next, self._over = self._epoch + 1, 0, 0
         self._stands, self._loaded = True, None
+
+    @contextmanager
+    def _stepping_back(self) -> Iterator[None]:
+        """Where a step fails of which this rank has had its mini-batch, it stands before that, as others."""
+        try:
+            yield
+        except Exception:
+            self._next -= self._mode.ahead
+            self._mode.ahead = False
+            raise
 
     def _tell(self, end: bool = False) -> None:
         assert self._watch is not None

@@ -104,13 +104,12 @@ class Making:
         place = place_of(given.get("shared", False), ranks.rank, ranks.shares, given.said)
         if isinstance(self.store, WholeStore):
             place = on_host(place, self.store.place, self.store.timeout_seconds)
+        if given.auto and ranks.shares > 1:  # who would each go by its own clock
+            self.taken = auto_is_online(given, "several ranks take another mode only where it is asked for")
         if place is None:
             links = self._links_of((ranks.rank,), self.shares.memory_bytes)
             mode = self._made(self._batches if links is None else links)
         else:
-            if given.auto:
-                because = "ranks that share a loader take another mode only where it is asked for"
-                self.taken = auto_is_online(given, because)
             alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
             per_step = ranks.shares  # as of a loader of its own: of seeds, or of mini-batches around links
             if self._links is None:
@@ -193,7 +192,8 @@ class Making:
 
     def _check_compiled(self) -> None:
         """Mini-batches are those of a trace that is compiled."""
-        others = [name for name in SAMPLING if name not in ("seeds", "seed")]  # which is of shuffle=, too
+        passed = ("seeds", "seed") if self.given.get("shuffle") else ("seeds",)
+        others = [name for name in SAMPLING if name not in passed]
         for name in (*others, "nodes", "drop_last", "shared"):
             if self.given.said.get(name, False) is not False:
                 ways = [] if self._alone else ["give seeds= and fanouts=, too"]

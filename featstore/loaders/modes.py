@@ -47,7 +47,8 @@ class Mode:
     #: before it: it is to be so on all hosts.
     say: Callable[[int, int, int], None] | None = None
     _untold: tuple[int, int, int] | None = None  # of an iteration that has begun
-    _handed = 0
+    _handed, ahead = 0, False  # of a step that failed this rank has had its mini-batch, others have not
+    loader: Any = None  # none where another process has it
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
     #: Makes what :meth:`epoch` gives whole.
@@ -78,6 +79,10 @@ class Mode:
 
     def _going(self) -> Generator[Any]:
         yield from self.loader
+
+    def number(self, handed: int) -> int:
+        """Of the mini-batch that came last, in its epoch, of which so many were handed out before it."""
+        return self.loader.number if getattr(self.loader, "overtake", False) else handed
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the begin of this epoch."""

@@ -100,7 +100,8 @@ class LoaderOptions(TypedDict, total=False):
             or :class:`featstore.Buffer` or :class:`featstore.MassiveGNN`. Nothing by default: the buffer of
             all rows holds what it has room for.
         warm: of mode online: the name of a saved cache (:meth:`Loader.save_cache`) to begin with.
-        overtake: of mode online: hand over whichever mini-batch has its rows first.
+        overtake: of mode online: hand over whichever mini-batch has its rows first; ``batch.index`` says
+            which it is.
         extracted: of mode online: how many mini-batches are extracted at once, at most.
         reader_memory: of mode online: what of ``memory`` stages pages and plans.
         disk: of the modes compiled and rolling: limit on their rows on disk, bytes, a size or a share of the

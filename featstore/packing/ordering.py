@@ -18,6 +18,7 @@ from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.graphs.opening import open_graph
 from featstore.packing.inputs import Inputs, node_mask
 from featstore.packing.keys.packed import PackedKeys
+from featstore.packing.memory import of_share
 from featstore.packing.progress import PackStages
 from featstore.packing.request import Options
 from featstore.packing.row_ids import inverse
@@ -208,11 +209,13 @@ class Orders:
                     f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows"
                 )
             return spec
-        return open_graph(
-            spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill,
-            key=self.options.graph_key.get(name), edge_ids=self._numbered(name),
-            ends=self._keys.ends(name, name),
-        )  # fmt: skip
+        memory = self.options.memory_bytes // 2
+        with of_share(memory, self.options.memory_bytes, parts=2):
+            return open_graph(
+                spec, nodes=rows, memory_bytes=memory, scratch_dir=self.generation.spill,
+                key=self.options.graph_key.get(name), edge_ids=self._numbered(name),
+                ends=self._keys.ends(name, name),
+            )  # fmt: skip
 
     def write(
         self, name: str, base: str, order: Order, row_of_node: NDArray[Any] | None,

@@ -20,8 +20,9 @@ from featstore.base.system import is_directory, is_there
 from featstore.base.warning import warn
 from featstore.errors import BudgetError, SourceError
 from featstore.packing.inputs import parse_inputs
+from featstore.packing.memory import with_slack
 from featstore.packing.progress import Progress
-from featstore.packing.request import Options, check_pack, with_slack
+from featstore.packing.request import Options, check_pack
 from featstore.packing.steps import Packing
 from featstore.packing.topology import HUB_SHARE
 from featstore.storage.disk import Disk

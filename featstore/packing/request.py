@@ -13,15 +13,12 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.order.orders import METHODS
 from featstore.packing.convert import CASTS
 from featstore.packing.inputs import WITHOUT_PARTITIONS, Inputs, by_table
+from featstore.packing.memory import without_slack
 from featstore.packing.relations import by_graph
 from featstore.packing.topology import HUB_RANKS, HUB_SHARE
 from featstore.units import parse_bytes
 
-__all__ = ["Options", "check_pack", "with_slack", "without_slack"]
-
-#: What of the budget stays free, for the allocator and for what has no size known beforehand: an eighth, or
-#: this if it is more.
-_SLACK_BYTES = 24 * 2**20
+__all__ = ["Options", "check_pack"]
 
 
 @dataclass(frozen=True)
@@ -84,16 +81,6 @@ class Options:
             if edge_ids is None
             else as_flag(edge_ids, "edge_ids"),
         )
-
-
-def without_slack(memory_bytes: int) -> int:
-    """What of the budget is handed out: never less than half of it."""
-    return memory_bytes - max(memory_bytes // 8, min(_SLACK_BYTES, memory_bytes // 2))
-
-
-def with_slack(used_bytes: int) -> int:
-    """The budget of which :func:`without_slack` leaves at least so much."""
-    return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
 
 
 def check_pack(options: Options, inputs: Inputs, *, resume: Any, overwrite: Any) -> None:

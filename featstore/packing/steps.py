@@ -22,6 +22,7 @@ from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
 from featstore.packing.row_ids import read_ids, write_ids
+from featstore.packing.sources.foreign import ZarrRows
 from featstore.packing.sources.opening import FeatureSource
 from featstore.packing.sources.shards import ShardedRows
 from featstore.packing.typed import TypedOrders
@@ -139,15 +140,31 @@ class Packing:
 
     def _check_unchanged(self) -> None:
         """Raise SourceError where an input is another one now than when the pack began."""
-        before = self._began["tables"]
-        shards = [name for name, one in self._given.items() if isinstance(one, ShardedRows)]
-        others = [f"table {name!r}" for name in shards if self._given[name].fingerprint() != before[name]]
-        other = changed_file(self._began) or next(iter(others), None)
+        other = changed_file(self._began) or self._changed_folder()
         if other is not None:
             raise SourceError(
                 f"{other} has changed since this pack began, and may have been read in part before and in "
                 "part after: pack again, with overwrite=True (--overwrite)"
             )
+
+    def _changed_folder(self) -> str | None:
+        """What is of several files, of which one is another now than when the pack began."""
+        looked_at: list[tuple[str, FeatureSource, Any]] = [
+            (f"table {name!r}", one, self._began["tables"][name]) for name, one in self._given.items()
+        ]
+        for name, values in self.inputs.values.items():
+            looked_at += [
+                (f"{one.part} of graph {name!r}", one.source, self._began["values"][name][one.part])
+                for one in values
+            ]
+        return next(
+            (
+                what for what, source, before in looked_at
+                if (isinstance(source, ShardedRows) or (isinstance(source, ZarrRows) and source.is_folder))
+                and source.fingerprint() != before
+            ),
+            None,
+        )  # fmt: skip
 
     def _edge_source(self) -> FeatureSource | None:
         """The table whose rows the ids of the only graph's edges are to number, if there is one."""

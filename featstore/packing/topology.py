@@ -43,6 +43,7 @@ from featstore.packing.graphs.by_row import lists_by_row, lists_bytes
 from featstore.packing.graphs.csc import NO_IDS, AsGiven, CscGraph, numbers_between, release_pages
 from featstore.packing.graphs.edges import CsrEdges
 from featstore.packing.graphs.values import EdgeValues, by_time
+from featstore.packing.memory import of_share
 from featstore.storage.edge_types import EdgeType
 from featstore.storage.manifest import GraphEntry, HubsEntry, TableEntry
 from featstore.storage.table_writer import Catalogue, write_array, write_vector
@@ -250,9 +251,11 @@ def _in_row_order(job: TopologyJob) -> _Lists:
         return _Lists(graph.indptr, graph.indices, NO_IDS if graph.edge_ids is None else graph.edge_ids)
     stream = _ListsByRow(graph, job.row_of_node)
     ids = graph.ids_between if job.numbered else None
-    memory = job.memory_bytes // 2 if job.values else job.memory_bytes
+    parts = 2 if job.values else 1
+    memory = job.memory_bytes // parts
     try:
-        built = build_csc(stream, graph.nodes, memory, job.scratch_dir, ids, graph.other_nodes)
+        with of_share(memory, job.memory_bytes, parts):
+            built = build_csc(stream, graph.nodes, memory, job.scratch_dir, ids, graph.other_nodes)
         return _Lists(*built)
     except BudgetError as error:
         raise BudgetError(

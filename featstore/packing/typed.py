@@ -32,6 +32,7 @@ from featstore.packing.graphs.csc import CscGraph, release_pages
 from featstore.packing.graphs.edges import CsrEdges
 from featstore.packing.graphs.opening import open_graph
 from featstore.packing.inputs import WITHOUT_PARTITIONS
+from featstore.packing.memory import of_share
 from featstore.packing.ordering import Orders, check_edge_rows
 from featstore.packing.row_ids import inverse
 
@@ -133,12 +134,13 @@ class TypedOrders(Orders):
         for name in names:
             self._stages.begin("graph", name)
             source, _, target = self.inputs.types[name]
-            graph = open_graph(
-                self.inputs.graphs[name], nodes=layouts[target].rows, source_nodes=layouts[source].rows,
-                memory_bytes=(memory - held) // 2, scratch_dir=scratch,
-                key=self.options.graph_key.get(name), edge_ids=self._numbered(name),
-                ends=self._keys.ends(source, target),
-            )  # fmt: skip
+            share = (memory - held) // 2
+            with of_share(share, self.options.memory_bytes, parts=2):
+                graph = open_graph(
+                    self.inputs.graphs[name], nodes=layouts[target].rows, source_nodes=layouts[source].rows,
+                    memory_bytes=share, scratch_dir=scratch, key=self.options.graph_key.get(name),
+                    edge_ids=self._numbered(name), ends=self._keys.ends(source, target),
+                )  # fmt: skip
             self.check_edges(name, graph.edges)
             if counts:
                 for _, block in edge_blocks(graph, min(1 << 20, max(1, memory // 64))):
@@ -218,7 +220,9 @@ class TypedOrders(Orders):
         stream, scratch = _UnionEdges(between), self.generation.spill
         # beside it the index pointers of one of the graphs are in memory
         beside = max((g.indptr.nbytes for g, _, _ in between if isinstance(g.indptr, np.memmap)), default=0)
-        indptr, indices, _ = build_csc(stream, rows, (memory - beside) // 2, scratch)
+        share = (memory - beside) // 2
+        with of_share(share, self.options.memory_bytes, parts=2):
+            indptr, indices, _ = build_csc(stream, rows, share, scratch)
         union = CscGraph(indptr, indices, {})
         row_bytes = -(-sum(layouts[name].rows * layouts[name].row_bytes for name in names) // max(1, rows))
         order = make_order(

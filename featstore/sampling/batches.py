@@ -162,9 +162,12 @@ class SampledBatches(Sequence[SampledSubgraph]):
         self._begin(0 if epoch is None else as_integer(epoch, "epoch"))
 
     def _begin(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.train, self.epoch = self._ordered(epoch), epoch
+
+    def _ordered(self, epoch: int) -> NDArray[np.int64]:
+        """All training nodes, in the order of an epoch."""
         nodes = self._nodes
-        self.train = nodes if self._in_order else nodes[shuffled(len(nodes), self.sampler.seed, epoch)]
+        return nodes if self._in_order else nodes[shuffled(len(nodes), self.sampler.seed, epoch)]
 
     def set_epoch(self, epoch: int) -> None:
         """From now on the mini-batches are those of this epoch, unless one was given when this was made."""
@@ -295,11 +298,12 @@ class RankedBatches(SampledBatches):
         super().set_epoch(epoch)
 
     def _begin(self, epoch: int) -> None:
-        super()._begin(epoch)
         over = self._begun_at[1] if self._begun_at[0] == epoch else 0
-        shares = [self._share(self.train[over:], rank) for rank in self.ranks]
+        order = self._ordered(epoch)[over:]
+        shares = [self._share(order, rank) for rank in self.ranks]
         self.padded, self.dropped = shares[0].padded, shares[0].dropped
-        self.train = np.stack([share.seeds for share in shares])  # [ranks, seeds of each]
+        # at last, and whole: other threads look at them meanwhile. [ranks, seeds of each]
+        self.train, self.epoch = np.stack([share.seeds for share in shares]), epoch
 
     @property
     def steps(self) -> int:

@@ -27,12 +27,13 @@ class LinkBatches(Sequence[dict[str, Any]]):
     around it have, by their names.
 
     ``shuffle``: in another order every epoch, by the sampler's seed. ``drop_last``: without what is left over
-    after whole mini-batches. ``numbered``: whether the user knows links by their places in ``links``; else
-    mini-batches have no ``input_id``. These are the mini-batches of ``ranks`` of ``world_size``, in turn:
-    number 0 of each, then number 1 of each; each has every ``world_size``-th mini-batch, ``padded`` of which
-    stand twice in an epoch. ``owner`` [l]: on which of ``hosts`` hosts each link is, whose ranks train on
-    what is there (:func:`featstore.sampling.ranked.owned_share`), and ``padded`` links of all ranks stand
-    twice. ``dropped`` links are left out. Raises IdError, ArgumentError, SourceError.
+    after whole mini-batches of all ranks. ``numbered``: whether the user knows links by their places in
+    ``links``; else mini-batches have no ``input_id``. These are the mini-batches of ``ranks`` of
+    ``world_size``, in turn: number 0 of each, then number 1 of each; each has every ``world_size``-th
+    mini-batch, ``padded`` of which stand twice in an epoch. ``owner`` [l]: on which of ``hosts`` hosts each
+    link is, whose ranks train on what is there (:func:`featstore.sampling.ranked.owned_share`), and
+    ``padded`` links of all ranks stand twice. ``dropped`` links are left out. Raises IdError, ArgumentError,
+    SourceError.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LinkBatches(Sequence[dict[str, Any]]):
         self._labels = None if labels is None else plain_array(labels, "labels")
         self._times = None if times is None else plain_array(times, "times")
         sampler.check_said(self._labels, self._times, count)
-        self._shuffle, self._drop_last = as_flag(shuffle, "shuffle"), as_flag(drop_last, "drop_last")
+        self._shuffle, self.drops_last = as_flag(shuffle, "shuffle"), as_flag(drop_last, "drop_last")
         self._numbered = as_flag(numbered, "numbered")
         self._owner, self._hosts, self.ranks, self.num_replicas = owner, hosts, tuple(ranks), world_size
         self.padded = self.dropped = 0
@@ -66,12 +67,13 @@ class LinkBatches(Sequence[dict[str, Any]]):
         count, size, world = self.total, self.batch_size, self.num_replicas
         order = shuffled(count, self.sampler.sampler.seed, self.epoch) if self._shuffle else np.arange(count)
         if self._owner is None:
-            self.dropped = count % size if self._drop_last else 0
+            self.dropped = count % size if self.drops_last else 0
             whole = np.arange(-(-(count - self.dropped) // size))
-            shares = [share_of(whole, 1, rank, world) for rank in self.ranks]
+            shares = [share_of(whole, 1, rank, world, self.drops_last) for rank in self.ranks]
             self.padded = shares[0].padded
+            self.dropped += shares[0].dropped * size
             return order[None], np.stack([share.seeds for share in shares])
-        each, drop = world // self._hosts, self._drop_last
+        each, drop = world // self._hosts, self.drops_last
         shares = [owned_share(order, self._owner, size, r, each, self._hosts, drop) for r in self.ranks]
         self.padded, self.dropped = shares[0].padded, shares[0].dropped
         made = np.stack([share.seeds for share in shares])

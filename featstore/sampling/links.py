@@ -275,7 +275,8 @@ class _Draw:
             weights = weights.astype(np.float64)
             if not (np.isfinite(weights.sum()) and weights.min() >= 0 and weights.sum() > 0):
                 raise ArgumentError(f"{end}_weight must be finite, not negative, and not all 0")
-            self._sums = np.cumsum(weights if self._order is None else weights[self._order])
+            self._sums = np.zeros(count + 1)
+            np.cumsum(weights if self._order is None else weights[self._order], out=self._sums[1:])
 
     def draw(
         self, key: int, added: int, positives: int, times: NDArray[np.int64] | None
@@ -286,7 +287,7 @@ class _Draw:
         allowed = np.full(added, self._count)
         if self._times is not None and times is not None:
             allowed = np.searchsorted(self._times, np.resize(times, added), side="right")
-        totals = allowed if self._sums is None else np.append(0.0, self._sums)[allowed]
+        totals = allowed if self._sums is None else self._sums[allowed]
         none = np.flatnonzero(totals == 0)
         if len(none):
             raise SourceError(
@@ -297,7 +298,7 @@ class _Draw:
             picks: NDArray[np.int64] = draw_below(words, allowed.astype(np.uint64)).astype(np.int64)
         else:
             limits = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53 * totals
-            picks = np.searchsorted(self._sums, limits, side="right")
+            picks = np.searchsorted(self._sums[1:], limits, side="right")
         return picks if self._order is None else self._order[picks]
 
 

@@ -22,7 +22,7 @@ from test_split_topology import each, graph_of, hosts, split
 
 import featstore
 from featstore.adapters.links_over_hosts import deal_links
-from featstore.errors import ArgumentError, BudgetError, PeerError, SourceError
+from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, PeerError, SourceError
 from featstore.loaders.online.lookahead import check_known_ahead
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
@@ -112,6 +112,15 @@ def test_they_are_those_of_the_whole_store(folder: Path, topology: str, said: di
             for epoch, batches in enumerate(of_host):
                 for step, batch in enumerate(batches):
                     check_alike(store, alone, links, batch, epoch, step * HOSTS + host)
+
+
+def test_where_each_rank_is_a_host_nothing_is_shared(folder: Path) -> None:
+    said: dict[str, Any] = {"edge_label_index": "links", "memory": "16MiB", "shared": "run"}
+    with hosts(folder / "one-whole", HOSTS, memory="24MiB") as (stores, _):
+        with pytest.warns(FeatstoreWarning, match="has 2 ranks, and each is a host .* nothing is shared"):
+            made = each(stores, lambda store: LinkNeighborLoader(store, [2], **said))
+        for loader in made:
+            loader.close()
 
 
 def check_shares(made: Any, owner: np.ndarray, *, drop_last: bool, shuffled: bool) -> None:

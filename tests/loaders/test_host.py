@@ -24,12 +24,13 @@ import featstore
 import featstore.storage.store
 from featstore.base.dtypes import bfloat16
 from featstore.base.threads import closed_later
-from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError, IdError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError, FeatstoreError, IdError
 from featstore.loaders.host import line
 from featstore.loaders.host.place import fingerprint
 from featstore.loaders.host.slots import SharedSlots, Slots
 from featstore.loaders.modes import Mode
 from featstore.loaders.options import MODES
+from featstore.loaders.whole import Whole
 
 NODES, WIDTH, RANKS = 3000, 9, 3
 TRAIN = np.arange(1, NODES, 5)
@@ -240,6 +241,45 @@ def test_an_error_of_the_loader_reaches_every_rank(path: Path, start: Any) -> No
         kind, found = one.told()
         assert kind == "gave", found
         assert all(name.startswith(str(path)) for name, _ in found)
+
+
+@pytest.mark.parametrize("mode", ["online", "partitions"])
+@pytest.mark.parametrize("failing", [2, RANKS + 2])
+def test_ranks_stand_where_all_of_them_were_after_an_error_in_a_step(
+    path: Path, start: Any, mode: str, failing: int
+) -> None:
+    """One rank has its mini-batch of a step of which another one's fails: it stands before that step, too,
+    and all go on together from there, or with the next epoch where there was a step before."""
+    whole, calls = Whole.batch, [0]
+
+    def fails_once(self: Whole, made: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == failing:
+            raise OSError("no such device")
+        return whole(self, made)
+
+    def work(rank: int, pipe: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Whole, "batch", fails_once)  # local rank 0 makes mini-batches whole
+            with shared_loader(path, rank, mode) as loader:
+                begun = []
+                with pytest.raises(FeatstoreError, match="no such device"):
+                    begun.extend(drawn(batch) for batch in loader)
+                state = loader.state_dict()
+                after = [drawn(batch) for batch in loader]
+                loader.load_state_dict(state)
+                return begun, state, after, [drawn(batch) for batch in loader]
+
+    steps = (failing - 1) // RANKS
+    expected = alone(path, mode, 2)
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        begun, state, after, rest = found
+        assert (state["epoch"], state["next"]) == (0, steps)
+        assert begun == expected[rank][0][: steps + (rank < (failing - 1) % RANKS)]
+        assert after == expected[rank][min(steps, 1)]
+        assert rest == expected[rank][0][steps:]
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed(path: Path, start: Any) -> None:

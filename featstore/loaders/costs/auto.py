@@ -42,8 +42,8 @@ def auto(
     epochs = EPOCHS_ASSUMED if epochs is None else args.as_count(epochs, "epochs")
     step = None if step is None else args.as_number(step, "train_seconds")
     if given.get("disk") is None:
-        for name in ("name", "residency"):
-            if name in given:
+        for name in ("name", "residency", *AUTO_OPTIONS):
+            if given.get(name) is not None:
                 raise ArgumentError(
                     f"{name}= is of what is laid out on disk, and nothing is without disk=, which says how "
                     "much may be: give it, or say which mode="

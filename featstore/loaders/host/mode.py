@@ -58,6 +58,7 @@ class HostMode(OneProcess, Mode):
         self._seconds, self._batches = {"wait": 0.0, "train": 0.0}, 0
         self._last_report: LoaderReport | None = None
         self._file = -1  # the shared memory, until it is mapped
+        self._whole_steps = 0  # of all ranks, of an iteration that failed
         self._ended = b""  # the error that tells why nothing comes any more
         self._place = place
         self._pulse: Pulse | None = None
@@ -131,7 +132,7 @@ class HostMode(OneProcess, Mode):
         self._break_off()
         run = self._run
         self._line.say("begin", run, epoch, step, at, self._begins, self._batches)
-        over = False
+        over, had, before, self._whole_steps = False, 0, self._position, 2**62
         last = time.perf_counter()
         try:
             while True:
@@ -143,7 +144,7 @@ class HostMode(OneProcess, Mode):
                     self._position = epoch + 1, 0, None
                     return
                 number, batch, at = found
-                step += 1
+                step, had, before = step + 1, had + 1, self._position
                 self._position = epoch, step, at or {**self._template, "epoch": epoch, "next": step}
                 self._batches += 1
                 del found
@@ -155,7 +156,9 @@ class HostMode(OneProcess, Mode):
                     self._alive.pop(older, None)
                     self._line.say("kept", older)
         except Exception:
-            over = True
+            over, self.ahead = True, had > self._whole_steps
+            if self.ahead:
+                self._position = before
             raise
         finally:
             if not over and run == self._run:
@@ -177,6 +180,7 @@ class HostMode(OneProcess, Mode):
                 made = None  # of one that was broken off
                 continue
             if kind == "error":
+                self._whole_steps = what[1]
                 raise decode_error(what[0])
             if kind == "end":
                 return None
@@ -244,14 +248,14 @@ class HostMode(OneProcess, Mode):
         report = self._report()
         return replace(report, batches=self._batches, seconds={**report.seconds, **self._seconds})
 
-    def _report(self) -> LoaderReport:
-        """The owner's; after its end the last one."""
+    def _report(self, seconds: float | None = None) -> LoaderReport:
+        """The owner's; after its end the last one. Raises WaitTimeoutError where ``seconds`` are given."""
         self.check_process()
         with self._lock:
             if self._last_report is None:
                 self._line.say("report")
                 try:
-                    _, report = self._heard("report")
+                    _, report = self._heard("report", seconds=seconds)
                 except FeatstoreError:
                     if self._last_report is None:
                         raise
@@ -263,7 +267,7 @@ class HostMode(OneProcess, Mode):
     def close(self) -> None:
         """Go; the owner ends it for all ranks of the host."""
         with contextlib.suppress(FeatstoreError):
-            self._last_report = self._report()
+            self._last_report = self._report(MEET_SECONDS)
         self._ended = self._ended or error_of(
             ClosedError("the loader is closed; make another with store.loader()")
         )

@@ -8,7 +8,7 @@ are, though the loop has had its successor; ``stop``, this epoch is broken off; 
 several hosts also ``there``, it is alive, and whether it waits: then ``here`` is the answer.
 *To ranks:* ``met``, all are there; ``welcome``, with the shared memory; ``batch``; ``end`` of the epoch;
 ``error``, which ends it; ``report``; ``closed``, with the last report; ``failed``, for good. What concerns an
-epoch has the number that the rank gave it.
+epoch has the number that the rank gave it, and an error how many steps of all ranks came before it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class HostService:
                     if problem is None:
                         return self._ranks[0].active
                     for one in waiting:
-                        one.end("error", error_of(problem))
+                        one.end("error", error_of(problem), 0)
             self._changed.wait()
         return None
 
@@ -223,7 +223,7 @@ class HostService:
                 index += 1
         except Exception as error:
             if not self._closing:
-                self._end_all("error", error_of(error))
+                self._end_all("error", error_of(error), index // len(self._ranks) - start.step)
         finally:
             if batches is not None:
                 batches.close()

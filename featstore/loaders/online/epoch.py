@@ -67,6 +67,7 @@ class OnlineEpoch(Prefetch):
         self._sampled: deque[_Sampled] = deque()
         self._sampled_all = False
         self._sampling_error: BaseException | None = None
+        self.numbers: deque[int] = deque()  # of mini-batches that were handed over, and the loop has not yet
         self._taken = Wake()  # there is room for another one to be sampled, or the prefetch was stopped
         self._sampler = Worker(self._sample, "featstore-sample")
 
@@ -224,6 +225,7 @@ class OnlineEpoch(Prefetch):
         stages.add("gather", gathered - begin)
         stages.add("hand over", time.perf_counter() - gathered)
         self._last_room = self.extraction.own_room(one.ids)
+        self.numbers.append(one.index)
         self._hand_over(batch, room)
 
     # Room.

@@ -167,6 +167,11 @@ class OnlineLoader(PrefetchingLoader):
             self._prefetch = OnlineEpoch(self, self.extraction, batches, self._next, last)
             return self._prefetch
 
+    def _taken(self, made: Any) -> Any:
+        assert isinstance(self._prefetch, OnlineEpoch)
+        self.number = self._prefetch.numbers.popleft()
+        return super()._taken(made)
+
     def is_stopping(self) -> bool:
         """Whether the iteration under way is being ended."""
         return self._prefetch is not None and self._prefetch.stopping

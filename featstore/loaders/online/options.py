@@ -14,6 +14,7 @@ from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.reader.options import check_reading
 from featstore.storage.store import OpenStore, Table
+from featstore.tiers.chosen import FIRST_POLICY
 from featstore.tiers.slots import layout
 
 
@@ -36,6 +37,8 @@ def check_extraction(
     if halo is not None and not isinstance(store, WholeStore):
         raise ArgumentError("halo= keeps rows of other hosts: it is of a store that is split by hosts")
     as_choice(device_policy, "device_policy", [name for name in known if name not in ("auto", "static")])
+    if device_policy != FIRST_POLICY and not device_memory:
+        raise ArgumentError("device_policy= is of rows kept on a device: say in how much device_memory=")
     if device_memory and not devices:
         raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
     for table in static if isinstance(static, Mapping) else ():

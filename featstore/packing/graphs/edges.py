@@ -183,6 +183,9 @@ class ArrowEdges:
             }
             held = [field.name for field in schema if field.name in named]
             chosen = [held[k] for k in ends_of(held) or ()]
+        twice = next((one for one in chosen if schema.names.count(one) > 1), None)
+        if twice is not None:
+            raise SourceError(f"{self.name}: two columns are called {twice!r}; rename one of them")
         if len(chosen) != 2 or chosen[0] == chosen[1] or not set(chosen) <= set(integers):
             known = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise SourceError(
@@ -214,7 +217,7 @@ class ArrowEdges:
 
 def as_ids(values: NDArray[Any]) -> NDArray[np.int64]:
     """Contiguous int64. Raises SourceError for unsigned numbers that it does not hold."""
-    if values.dtype == np.uint64 and len(values) and int(values.max()) >= 2**63:
+    if values.dtype.newbyteorder("=") == np.uint64 and len(values) and int(values.max()) >= 2**63:
         raise SourceError(f"an end of an edge is {int(values.max())}, which does not fit int64")
     return np.ascontiguousarray(values, dtype=np.int64)
 

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.folders import real_path
+from featstore.base.ids import unmasked
 from featstore.base.system import is_directory, is_regular
 from featstore.errors import SourceError
 from featstore.packing.graphs.archives import open_npz
@@ -115,9 +116,7 @@ def open_graph(
     if isinstance(spec, tuple):
         if len(spec) != 2:
             raise SourceError(f"a graph as a tuple is (indptr, indices), not {len(spec)} things")
-        indptr, indices = (
-            part if isinstance(part, np.ndarray) else _array_of(part, "graph") for part in spec
-        )
+        indptr, indices = (_array_of(part, "graph") for part in spec)
         source = array_source("csc", indptr, indices)
         return csc_graph(indptr, indices, nodes, source, "<indptr, indices>", source_nodes)
     if hasattr(spec, "tocsc") and type(spec).__module__.partition(".")[0] == "scipy":
@@ -135,7 +134,7 @@ def _array_of(spec: Any, name: str) -> NDArray[Any]:
     from featstore.packing.sources.pyg import edge_index_of, is_pyg
 
     if isinstance(spec, np.ndarray):
-        return spec
+        return unmasked(spec, name, "edges have no masks; give those that count")
     if is_pyg(spec):
         if hasattr(spec, "edge_types"):
             raise SourceError(

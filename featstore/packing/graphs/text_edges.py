@@ -2,9 +2,10 @@
 
 Text is parsed by a kernel on the bytes themselves: columns parted by comma, semicolon, tab or blanks; lines
 that begin with ``#`` or ``%`` are comments; columns beyond the two are passed over. Where a tab ends the
-first cell of all (of a ``.tsv``, any), each tab parts two columns, and nothing else does. A first line that
-does not begin with a number is a header, and if it names ``src``/``source``/``from`` and
-``dst``/``target``/``to`` these columns are taken; the comma or semicolon that parts it parts all lines.
+first cell of all (of a ``.tsv``, any), each tab parts two columns, and nothing else does. What ``"`` begins
+ends with the next one that does not stand twice, whatever is between them. A first line that does not begin
+with a number is a header, and if it names ``src``/``source``/``from`` and ``dst``/``target``/``to`` these
+columns are taken; the comma or semicolon that parts it parts all lines.
 """
 
 from __future__ import annotations
@@ -18,13 +19,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.native import INLINED
 from featstore.errors import SourceError
 from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_named, ends_of, left_out
 from featstore.packing.graphs.edges import Edges
+from featstore.packing.sources.cells import line_cells
 from featstore.packing.sources.lines import line_chunks
 
 ANY = 0  # of commas, semicolons, tabs and blanks parts the columns of a line
 _TAB, _COMMA, _SEMICOLON = b"\t,;"
+_QUOTE = 34
+
+
+@njit(**INLINED)
+def end_of_quoted(text: NDArray[np.uint8], at: int) -> np.int64:
+    """Where a cell goes on whose quote begins there; a quote in it stands twice. -1 where it does not end in
+    its line."""
+    at += 1
+    while at < text.size and text[at] != 10:
+        if text[at] != _QUOTE:
+            at += 1
+        elif at + 1 < text.size and text[at + 1] == _QUOTE:
+            at += 2
+        else:
+            return np.int64(at + 1)
+    return np.int64(-1)
 
 
 @njit(cache=True, nogil=True)
@@ -46,7 +65,7 @@ def parse_pairs(
             continue
         if at >= size:
             break
-        found, column = 0, 0
+        found, column, first_of_line = 0, 0, at
         while True:
             if column in (column_a, column_b):
                 negative = at < size and text[at] == 45
@@ -65,6 +84,10 @@ def parse_pairs(
                     b[pairs] = -value if negative else value
                 found += 1
             else:
+                if at < size and text[at] == _QUOTE:
+                    at = end_of_quoted(text, at)
+                    if at < 0:
+                        return pairs, min(first_of_line, size - 1)
                 while at < size and text[at] not in (10, 13, tab, comma, semicolon, space):
                     at += 1
             while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
@@ -119,8 +142,7 @@ class TextEdges:
                 self._kind, self._parted = self._one_of_both(text), rb"\s*[,;]\s*"
             if is_header:
                 self._header_lines = number + 1
-                cells = re.split(self._parted, line.strip(b" \r") if self._kind == _TAB else text)
-                names = _names(cells)
+                names = self._cells(line.strip(b" \r") if self._kind == _TAB else text)
                 while names and not names[-1]:
                     names.pop()
                 ends = ends_of(names) if self._key is None else self._ends_named(names)
@@ -143,6 +165,18 @@ class TextEdges:
             count = len([cell for cell in re.split(self._parted, text) if cell])
             left_out(self.name, [f"column {k + 1}" for k in range(2, count)])
             return
+
+    def _cells(self, header: bytes) -> list[str]:
+        """The names in a header, in lower case."""
+        quoted = re.findall(rb'"((?:[^"]|"")*)"', header)
+        if self._kind == ANY and re.search(rb"[,;\t ]", b"".join(quoted)):
+            raise SourceError(
+                f"{self.name}: the first line has blanks between quotes, {header[:80]!r}, and blanks part "
+                "columns: part them by tabs, commas or semicolons, or call them by one word each"
+            )
+        if self._kind == ANY or not quoted:
+            return _names(re.split(self._parted, header))
+        return [cell.strip(" \"'").lower() for cell in line_cells(header, self._kind, self.name)]
 
     def _ends_named(self, names: list[str]) -> tuple[int, int]:
         return ends_named(str(self._key).lower(), names, self.name)

@@ -20,7 +20,8 @@ from featstore.base.system import is_regular
 from featstore.errors import SourceError
 from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_named, ends_of, left_out
 from featstore.packing.graphs.edges import edge_axis
-from featstore.packing.sources.base import file_fingerprint, sample_crc32
+from featstore.packing.keys.sources import KeysInMemory
+from featstore.packing.sources.base import file_fingerprint
 from featstore.packing.sources.cells import column_blocks, line_cells, separator_of
 from featstore.packing.sources.frames import frame_table, is_frame
 from featstore.packing.sources.lines import line_chunks
@@ -73,14 +74,14 @@ def key_edges(
             raise SourceError(
                 f"graph_key={key!r} names columns, and an array of edges has none: leave it out"
             )
-        axis = edge_axis(spec.shape, "<edges>")
-        return _of_arrays(spec.take(0, axis), spec.take(1, axis), "<edges>")
+        pairs = spec if edge_axis(spec.shape, "<edges>") == 0 else spec.T
+        return _of_arrays(pairs[0], pairs[1], "<edges>")
     if is_frame(spec):
         return _of_arrays(*_columns_of(spec, key), "<edges>")
     if isinstance(spec, Mapping):
-        names = [str(name) for name in spec]
-        source, target = (names[k] for k in _ends(names, key, "<edges>"))
-        return _of_arrays(spec[source], spec[target], "<edges>")
+        columns = list(spec.values())
+        source, target = (columns[k] for k in _ends([str(name) for name in spec], key, "<edges>"))
+        return _of_arrays(source, target, "<edges>")
     return None
 
 
@@ -95,6 +96,9 @@ def _ends(names: Sequence[str], key: str | None, name: str, *, named: bool = Fal
             f"{name}: which of the columns {', '.join(names)} are the ends of an edge? Call them source and "
             "target, or say graph_key='source,target'"
         )
+    twice = next((names[k] for k in ends if list(names).count(names[k]) > 1), None)
+    if twice is not None:
+        raise SourceError(f"{name}: two columns are called {twice!r}; rename one of them")
     left_out(name, [one for k, one in enumerate(names) if k not in ends])
     return ends
 
@@ -117,21 +121,18 @@ def frame_ends(frame: Any, key: str | None) -> tuple[NDArray[np.int64], NDArray[
 
 
 def _of_arrays(sources: Any, targets: Any, name: str) -> tuple[_Edges, dict[str, str | int]]:
-    a, b = as_keys(sources, f"{name} sources"), as_keys(targets, f"{name} targets")
+    a, b = KeysInMemory(sources, f"{name} sources"), KeysInMemory(targets, f"{name} targets")
     if len(a) != len(b):
         raise SourceError(f"{name}: {len(a):,} sources and {len(b):,} targets are no list of edges")
 
     def blocks(count: int) -> _Pairs:
-        return (
-            (a.part(k, min(k + count, len(a))), b.part(k, min(k + count, len(a))))
-            for k in range(0, len(a), count)
-        )
+        cuts = ((k, min(k + count, len(a))) for k in range(0, len(a), count))
+        return ((a.part(*cut), b.part(*cut)) for cut in cuts)
 
-    sample = [sample_crc32(np.append(block.as_bytes()[0], np.uint8(0))) for block in (a, b)]
     mark: dict[str, str | int] = {
         "kind": "keyed",
         "edges": len(a),
-        "sample_crc32": sample[0] * 31 + sample[1],
+        "sample_crc32": a.sample_crc32() * 31 + b.sample_crc32(),
     }
     return _Edges(name, blocks, "edge"), mark
 

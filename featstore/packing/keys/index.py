@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from featstore.base.dtypes import node_dtype
 from featstore.errors import SourceError
 from featstore.packing.keys.spool import BLOCK_KEYS, HashRange, KeySpool, ScratchValues, bins_of
+from featstore.packing.memory import of_share
 
 __all__ = ["KeyIndex", "index_keys"]
 
@@ -47,7 +48,9 @@ def index_keys(spool: KeySpool, memory_bytes: int) -> KeyIndex:
     rows = len(spool)
     bits = min(_BITS_MAX, max(0, (rows // _KEYS_PER_START).bit_length() - 1))
     shift, starts = np.uint64(64 - bits), np.zeros(2**bits + 1, np.int64)
-    ranges = spool.ranges(SORT_KEY_BYTES, memory_bytes - starts.nbytes, f"sort the keys of {spool.name!r}")
+    left = memory_bytes - starts.nbytes
+    with of_share(left, memory_bytes):
+        ranges = spool.ranges(SORT_KEY_BYTES, left, f"sort the keys of {spool.name!r}")
     pairs = _brought_together(spool, ranges) if len(ranges) > 1 else None
     index = KeyIndex(spool.scratch("sorted", np.uint64), spool.scratch("ids", node_dtype(rows)), starts)
     first = 0

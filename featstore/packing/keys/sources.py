@@ -69,24 +69,38 @@ def key_source(given: Any, table: FeatureSource) -> KeySource:
 
 def _of_array(given: Any, name: str, mark: dict[str, Any]) -> KeySource:
     """Keys in memory, taken a block at a time where that is possible."""
-    if not isinstance(given, np.ndarray | list | tuple):
-        given = as_keys(given, name)
-    rows = len(given)
+    keys = KeysInMemory(given, name)
+    rows = len(keys)
+    mark = mark or {"kind": "keys", "keys": rows, "sample_crc32": keys.sample_crc32()}
 
     def blocks() -> Iterator[KeyBlock]:
-        if isinstance(given, KeyBlock):
-            yield given
-            return
-        for low in range(0, rows, BLOCK_KEYS):
-            yield as_keys(given[low : low + BLOCK_KEYS], name, low)
+        return (keys.part(k, min(k + BLOCK_KEYS, rows)) for k in range(0, rows, BLOCK_KEYS))
 
-    if not mark:
-        places = np.linspace(0, max(0, rows - 1), num=min(64, rows)).astype(np.int64).tolist()
-        some = [block for k in places for block in [given.part(k, k + 1) if isinstance(given, KeyBlock)
-                else as_keys(given[k : k + 1], name, k)]]  # fmt: skip
-        sample = np.concatenate([np.zeros(1, np.uint8), *(block.as_bytes()[0] for block in some)])
-        mark = {"kind": "keys", "keys": rows, "sample_crc32": sample_crc32(sample)}
     return KeySource(name, blocks, mark, rows)
+
+
+class KeysInMemory:
+    """Keys as a user has them, looked at in parts where they are an array, mapped or not, or a list."""
+
+    def __init__(self, given: Any, name: str) -> None:
+        self._given = given if isinstance(given, np.ndarray | list | tuple) else as_keys(given, name)
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def part(self, low: int, high: int) -> KeyBlock:
+        """Keys ``low`` to ``high``. Raises SourceError for what is none."""
+        if isinstance(self._given, KeyBlock):
+            return self._given.part(low, high)
+        return as_keys(self._given[low:high], self._name, low)
+
+    def sample_crc32(self) -> int:
+        """Of keys spread evenly over them."""
+        rows = len(self)
+        places = np.linspace(0, max(0, rows - 1), num=min(64, rows)).astype(np.int64).tolist()
+        some = (self.part(k, k + 1).as_bytes()[0] for k in places)
+        return sample_crc32(np.concatenate([np.zeros(1, np.uint8), *some]))
 
 
 def _of_path(path: Path) -> KeySource:

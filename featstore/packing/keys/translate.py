@@ -19,6 +19,7 @@ from featstore.base.keys import KeyBlock
 from featstore.errors import SourceError
 from featstore.packing.keys.spool import KeySpool, ScratchValues
 from featstore.packing.keys.tables import TABLE_KEY_BYTES, KeyTable
+from featstore.packing.memory import of_share
 
 __all__ = ["Ends", "IdEdges", "KeyEdges", "NumberEdges", "edges_in_ids"]
 
@@ -106,10 +107,12 @@ def edges_in_ids(stream: KeyEdges, ends: Ends, memory_bytes: int, folder: Path, 
     names the first edges whose keys no node has, BudgetError, DiskFullError, DeviceError."""
     spools = {id(spool): spool for spool in (ends.sources, ends.targets) if spool is not None}
     share = max(1, (memory_bytes - min(_BLOCK_BYTES, memory_bytes // 2)) // len(spools))
-    ranges = {
-        k: spool.ranges(-TABLE_KEY_BYTES, share, f"look up the keys of {spool.name!r}")
-        for k, spool in spools.items()
-    }
+    more = 2 if memory_bytes < 2 * _BLOCK_BYTES else 1  # of more memory blocks have half, too
+    with of_share(share, memory_bytes, more * len(spools)):
+        ranges = {
+            k: spool.ranges(-TABLE_KEY_BYTES, share, f"look up the keys of {spool.name!r}")
+            for k, spool in spools.items()
+        }
     disk = next(iter(spools.values())).disk
     pairs = ScratchValues(disk, folder / f"{name}.key-edges", np.int64)
     passes = max(map(len, ranges.values()))

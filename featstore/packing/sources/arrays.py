@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.ids import unmasked
 from featstore.errors import SourceError
 from featstore.packing.sources.base import FeatureSource, dtype_text, native_dtype, sample_crc32, to_native
 
@@ -45,15 +46,8 @@ def array_of(thing: Any, name: str) -> NDArray[Any] | None:
     Raises SourceError for a masked array with masked values, a table with named columns, and an array that
     cannot be brought to the CPU.
     """
-    if isinstance(thing, np.ma.MaskedArray):
-        if np.ma.is_masked(thing):
-            raise SourceError(
-                f"{name}: a masked array with {int(np.ma.getmaskarray(thing).sum()):,} masked values, and a "
-                "table has no masks; give array.filled(value), for example with NaN"
-            )
-        return np.ma.getdata(thing)  # type: ignore[no-any-return,no-untyped-call]
     if isinstance(thing, np.ndarray):
-        return thing
+        return unmasked(thing, name, "a table has no masks; give array.filled(value), for example with NaN")
     if hasattr(thing, "untyped_storage"):
         return tensor_to_numpy(thing, name)
     if _is_plain_series(thing):

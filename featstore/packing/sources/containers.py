@@ -81,7 +81,12 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
         tensors = {name: one for name, one in dict(header or ()).items() if name != "__metadata__"}
         for one in tensors.values():
             numbers = [*one["shape"], *one["data_offsets"]]
-            if any(type(n) is not int or n < 0 for n in numbers) or len(one["data_offsets"]) != 2:
+            named = isinstance(one["dtype"], str)
+            if (
+                not named
+                or any(type(n) is not int or n < 0 for n in numbers)
+                or len(one["data_offsets"]) != 2
+            ):
                 raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         tensors = {}

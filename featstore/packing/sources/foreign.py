@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import sys
 import zipfile
 import zlib
@@ -25,6 +26,8 @@ __all__ = ["TorchFileRows", "ZarrRows", "load_tensor", "zarr_rows"]
 
 # zarr-python decodes this many chunks at a time (its `async.concurrency`).
 ZARR_CONCURRENCY = 10
+# Names in the folder of an array: what tells of it, and chunks.
+_OF_AN_ARRAY = re.compile(r"zarr\.json|\.z[a-z]+|c|[0-9.]+")
 
 
 class ZarrRows(SlicedRows):
@@ -41,11 +44,17 @@ class ZarrRows(SlicedRows):
             values += 2 * ZARR_CONCURRENCY * int(np.prod(array.chunks, dtype=np.int64))
             decoded_bytes = values * np.dtype(array.dtype).itemsize
         super().__init__(array, name=name, held_bytes=decoded_bytes)
-        self._path = path
+        root = getattr(array.store, "root", None)  # of a folder on this machine
+        self._path = root if path is None and isinstance(root, Path) else path
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it lies in a folder, so that what changes there can be told."""
+        return self._path is not None
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Path, and a CRC over name, size and time of change of each file below it; shape and dtype
-        otherwise."""
+        """Path, and a CRC over name, size and time of change of each file of the array; shape, dtype
+        and a CRC of some rows otherwise."""
         shape = ",".join(map(str, self._array.shape))
         more: dict[str, str | int] = {
             "shape": shape,
@@ -53,9 +62,11 @@ class ZarrRows(SlicedRows):
             "key": str(self._array.path),
         }
         if self._path is None:
-            return {"kind": "zarr", "store": str(self._array.store), **more}
-        crc, size_bytes = 0, 0
-        for folder, folders, files in os.walk(self._path):
+            return super().fingerprint() | {"kind": "zarr", "store": str(self._array.store), **more}
+        crc, size_bytes, own = 0, 0, self._path / self._array.path
+        for folder, folders, files in os.walk(own):
+            if Path(folder) == own:  # beside which other things may lie
+                folders[:], files[:] = (filter(_OF_AN_ARRAY.fullmatch, some) for some in (folders, files))
             folders.sort()
             for file in sorted(files):
                 status = stat_of(Path(folder) / file)

@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from featstore.errors import SourceError
 from featstore.packing.sources.arrays import is_count
 from featstore.packing.sources.base import FeatureSource, dtype_text, import_extra, sample_crc32
@@ -63,11 +65,21 @@ class FrameRows(ColumnRows):
         """Rows, columns, and a CRC of some of the rows."""
         assert self.chosen is not None
         more = {} if self.chosen.id is None else {"id": self.chosen.names[self.chosen.id]}
-        sample = sample_crc32(self.sample(64)) if self.rows else 0
         return {
             "kind": "frame", "rows": self.rows or 0, "key": ",".join(self._columns),
-            "dtype": dtype_text(self.dtype), "sample_crc32": zlib.crc32(str(sample).encode()), **more,
+            "dtype": dtype_text(self.dtype), "sample_crc32": self._sample_crc32([*more.values()]), **more,
         }  # fmt: skip
+
+    def _sample_crc32(self, beside: list[str]) -> int:
+        """Of rows spread evenly, and of the columns ``beside`` them."""
+        rows = self.rows or 0
+        places = np.linspace(0, max(0, rows - 1), num=min(64, rows)).astype(np.int64)
+        found: list[Any] = []
+        for place in places.tolist():
+            batch = next(self._batches(place, 1, [*beside, *self._columns]))
+            found += [batch.column(k).to_pylist() for k in range(len(beside))]
+            found.append(sample_crc32(self._as_rows(batch.select(self._columns), self.row_shape, place)))
+        return zlib.crc32(repr(found).encode())
 
     def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:
         for low in range(group, self.rows or 0, block_rows):

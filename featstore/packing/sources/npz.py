@@ -177,20 +177,22 @@ def read_member(path: Path, member: str) -> NDArray[Any]:
 
 
 class NpzRows(FeatureSource):
-    """Rows of a C-ordered array in an archive, compressed or not."""
+    """Rows of an array in an archive, compressed or not. One whose columns are contiguous is read whole in
+    each pass."""
 
     def __init__(
         self, path: Path, member: str, header: NpyHeader, dtype: np.dtype[Any], name: str | None = None
     ) -> None:
         if not header.shape:
             raise SourceError(f"{path}[{member}]: a single value (0-d) is no table; choose another key")
-        held = 2 * INFLATED_BYTES
+        self._whole = header.fortran_order and len(header.shape) > 1
+        held = 2 * INFLATED_BYTES + (header.values * dtype.itemsize if self._whole else 0)
         super().__init__(
             name or f"{path}[{member}]", header.shape[0], header.shape[1:], dtype, held_bytes=held
         )
         self.path = path
         self._member = member
-        self._file_dtype = dtype
+        self._stored_dtype, self._file_dtype = header.dtype, dtype
 
     def fingerprint(self) -> dict[str, str | int]:
         """The archive's path, size and time of change, and the key."""
@@ -199,6 +201,11 @@ class NpzRows(FeatureSource):
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
         assert self.rows is not None
         if start == self.rows:
+            return
+        if self._whole:
+            values = read_member(self.path, self._member)
+            values = values if self._file_dtype == self._stored_dtype else values.view(self._file_dtype)
+            yield from ArrayRows(values, name=self.name).blocks(start, block_rows)
             return
         buffer = self._empty(self._block_rows_used(start, block_rows))
         with MemberReader(self.path, self._member) as reader:
@@ -343,11 +350,7 @@ def npz_rows(
                 kind="npz",
                 name=label,
             )
-    values = read_member(path, key)
-    print_of = file_fingerprint("npz", path, key=key, dtype=dtype_text(stored))
-    return ArrayRows(
-        values if stored == header.dtype else values.view(stored), name=label, identity=print_of, held=True
-    )
+    return NpzRows(path, key, header, stored, label)
 
 
 def sparse_groups(path: Path, keys: set[str]) -> dict[str, str]:

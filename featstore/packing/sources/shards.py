@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from featstore.base.keys import KeyBlock
 from featstore.base.system import asking, is_directory, is_regular, is_there
 from featstore.errors import SourceError
-from featstore.packing.sources.base import FeatureSource
+from featstore.packing.sources.base import FeatureSource, stat_of
 
 __all__ = ["SHARD_SUFFIXES", "ShardedRows", "shard_paths"]
 
@@ -51,7 +51,13 @@ def shard_paths(spec: Any) -> list[Path] | None:
     if not glob.has_magic(str(path)) or is_there(path):
         return None
     found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    shown = [one for one in found if one.name[0] not in "._"]
+    shown = [one for one in found if not one.name.startswith((".", "_"))]
+    above = {parent for one in shown for parent in one.parents}
+    if folder := next((one for one in shown if one in above), None):
+        raise SourceError(
+            f"{path}: both the folder {folder} and files in it have such a name, and their rows would stand "
+            f"twice: say which files, such as {path / '*.npy' if path.name == '**' else path}"
+        )
     if not shown:
         hidden = f", but for {len(found):,} that begin with . or _" if found else ""
         raise SourceError(f"{path}: no file has such a name{hidden}")
@@ -91,6 +97,15 @@ def _by_name(paths: Sequence[Path], where: Path) -> list[Path]:
             raise SourceError(
                 f"{where}: {one.name} and {other.name} have the same number, so nothing says which shard "
                 "comes first: give them as a list, in their order"
+            )
+    known: dict[tuple[int, int], Path] = {}
+    for one in ordered:
+        status = stat_of(one)
+        other = known.setdefault((status.st_dev, status.st_ino), one)
+        if other is not one:
+            raise SourceError(
+                f"{where}: {other.name} and {one.name} are the same file, and its rows would stand twice: "
+                "take the link away, or give a list of those that count"
             )
     return ordered
 

@@ -4,7 +4,8 @@ Rows are either one column of lists that all have the same length (``FixedSizeLi
 writers leave it) or several numeric columns of one type, which side by side make the row. They are read a
 record batch at a time; what the format forces into memory at once is ``held_bytes``. For Parquet these are
 pages, not row groups, because columns are read through small buffers and in batches of about a mebibyte. An
-Arrow record batch comes whole; its size is taken from the first one, which writers make the largest.
+Arrow record batch comes whole; its size is taken from the first one with rows, which writers make the
+largest.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def arrow_batches(
             counted = hasattr(file, "num_record_batches")
             batches = map(file.get_batch, range(file.num_record_batches)) if counted else file
             for batch in batches:
-                yield batch if columns is None else batch.select(columns)
+                if batch.num_rows:
+                    yield batch if columns is None else batch.select(columns)
     except (arrow.ArrowException, OSError) as error:
         raise SourceError(
             f"{name or path}: cannot be read ({error}); it is damaged or cut off, copy it again"
@@ -131,9 +133,18 @@ class ColumnRows(FeatureSource):
         self._batch_rows = max(1, BATCH_BYTES // row_bytes)
         super().__init__(label, rows, shape, block.dtype, held_bytes=self._held_bytes(row_bytes, first))
         if columns is None and len(self._columns) > 1:
-            sample = next(self._batches(0, min(SAMPLE_ROWS_MAX, max(64, self._batch_rows)), self._columns))
-            sample = sample.slice(0, SAMPLE_ROWS_MAX)
-            refuse_id_values(self._as_rows(sample, self.row_shape, 0), self._columns, label)
+            refuse_id_values(self._first_rows(), self._columns, label)
+
+    def _first_rows(self) -> NDArray[Any]:
+        """As many as are looked at for what they are, of one batch or several."""
+        wanted = min(SAMPLE_ROWS_MAX, max(64, self._batch_rows))
+        parts, rows = [], 0
+        for batch in self._batches(0, wanted, self._columns):
+            parts.append(self._as_rows(batch.slice(0, wanted - rows), self.row_shape, rows).copy())
+            rows += len(parts[-1])
+            if rows == wanted:
+                break
+        return np.concatenate(parts)
 
     @abc.abstractmethod
     def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from featstore.base.checks import check_offsets, check_range
 from featstore.base.dtypes import host_dtype, node_dtype
 from featstore.errors import BudgetError, FormatError
 from featstore.packing.compare_orders import StoredLists, StoredTopology
+from featstore.packing.memory import of_share
 from featstore.packing.progress import PackStages
 from featstore.packing.sources.base import FeatureSource
 from featstore.packing.split.assignment import DealtRows, assign, count_hosts, equal_runs
@@ -239,7 +240,7 @@ class SplitPlan:
         beside = max(map(self.lists_bytes, graphs))
         memory = self.need(beside, "pass over the graphs")
         with (
-            self._saying(memory // 2, parts=2),
+            of_share(memory // 2, self.memory_bytes, parts=2),
             union_of(graphs, first, nodes, self._lists, memory // 2, scratch_dir) as union,
         ):
             held = union.held_bytes + sum(map(self._train_bytes, tables))
@@ -284,21 +285,10 @@ class SplitPlan:
         return 8 * (to + 1) * (table.rows + 1) if to else 0
 
     def _assigned(self, graph: Any, dealt: Sequence[DealtRows], memory: int) -> NDArray[Any]:
-        with self._saying(memory):
+        with of_share(memory, self.memory_bytes):
             found = assign(graph, dealt, self.hosts, seed=self.seed, memory_bytes=memory)
         self.warnings.extend(found.warnings)
         return found.host_of_row
-
-    @contextmanager
-    def _saying(self, given: int, parts: int = 1) -> Iterator[None]:
-        """A BudgetError for what was given one of so many parts of what was left is one for all memory."""
-        try:
-            yield
-        except BudgetError as error:
-            if error.given_bytes != given:
-                raise
-            needed = parts * (error.needed_bytes - given) + self.memory_bytes
-            raise BudgetError(needed, self.memory_bytes, error.what) from None
 
     def _count_remote(self, graph: StoredGraph) -> list[int]:
         """Edges to each host's rows from those of other hosts."""

@@ -23,8 +23,8 @@ from featstore.base.folders import real_path
 from featstore.base.progress import watched
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError, BudgetError, StoreExistsError
+from featstore.packing.memory import with_slack, without_slack
 from featstore.packing.progress import PackStages, Progress
-from featstore.packing.request import with_slack, without_slack
 from featstore.packing.sources.base import FeatureSource
 from featstore.packing.split.checks import Joined, check_store, checked
 from featstore.packing.split.directory import (
