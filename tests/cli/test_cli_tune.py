@@ -60,7 +60,9 @@ def test_tune(call: Call, store: Path, train: Path, tmp_path: Path, monkeypatch:
         "left_out",
         "profile",
     } <= set(data)
-    assert set(data["profile"]["sample"]) == {"0", "1", "2"}
+    sampled = set(data["profile"]["sample"])  # on a loaded machine there may be no time for all
+    assert {"0"} <= sampled <= {"0", "1", "2"}
+    assert sampled == {"0", "1", "2"} or any("sampl" in one for one in data["left_out"])
     assert {row["engine"] for row in data["profile"]["read"]} >= {"threads"}
     assert data["epoch_batches"] == ROWS // 2 // 100
     assert data["slowest"] == "train"
