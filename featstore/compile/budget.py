@@ -98,6 +98,13 @@ class LoaderBudget:
         written = total if disk_bytes is None else min(disk_bytes, total)
         pages = written + device_bytes + sum(t.data_bytes for t in tables.values()) + int(records.sum())
 
+        def rows_in(memory: int, t: str, beside: int) -> int:
+            own = memory * asked[t] // total
+            return min(SLOTS_MAX, tables[t].rows, own // (tables[t].row_bytes + beside))
+
+        given = {t: rows_in(cache_bytes or 0, t, 0) for t in tables}  # a cache that is asked for is of rows
+        cached = (cache_bytes or 0) + _SLOT_BYTES * sum(given.values())
+
         def fixed(depth: int, memory: int) -> int:
             checksums = (pages + memory) // 1024 + _RECORD_BYTES
             return (
@@ -105,7 +112,7 @@ class LoaderBudget:
                 + ASKED_AHEAD * read_together(depth) * record
                 + readers_bytes(memory, tables.values())
                 + checksums
-                + (cache_bytes or 0)
+                + cached
             )
 
         third = [3] if 3 * (batch + record) * _THIRD_SHARE <= memory_bytes else []
@@ -121,13 +128,8 @@ class LoaderBudget:
                     memory_bytes,
                     "hold two mini-batches of this trace, their records and what reads them",
                 )
-        cache = memory_bytes - fixed(depth, memory_bytes) if cache_bytes is None else cache_bytes
-
-        def rows_in(memory: int, t: str, beside: int) -> int:
-            own = memory * asked[t] // total
-            return min(SLOTS_MAX, tables[t].rows, own // (tables[t].row_bytes + beside))
-
-        slots = {t: rows_in(cache, t, _SLOT_BYTES) for t in tables}
+        left = memory_bytes - fixed(depth, memory_bytes)
+        slots = {t: rows_in(left, t, _SLOT_BYTES) for t in tables} if cache_bytes is None else given
         device = {t: rows_in(device_bytes, t, 0) for t in tables}
         return cls(memory_bytes, depth, batch, record, slots, device)
 

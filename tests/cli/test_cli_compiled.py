@@ -137,7 +137,7 @@ def test_pack_a_trace_json(call: Call, own: Path, trace: Path) -> None:
     )
     assert data["forecast"]["disk_bytes"] <= 60_000
     segments = data["segments"]["features"]
-    assert (segments["resident_rows"], segments["device_rows"]) == (40_000 // (64 + 24), 10_000 // 64)
+    assert (segments["resident_rows"], segments["device_rows"]) == (40_000 // 64, 10_000 // 64)
     with featstore.open(own) as base, base.compiled("mine") as made:
         limits = made.limits("features")
         assert (segments["packed"]["rows"], segments["shared"]["rows"]) == (

@@ -102,7 +102,7 @@ def copied(whole: Case, path: Path) -> Iterator[Case]:
 def compile_in(case: Case, door: Any = None, **options: Any) -> None:
     case.compile(
         "x",
-        **({"policy": MIXED, "cache": 2000, "overwrite": False, "disk_door": door or QuickDisk()} | options),
+        **({"policy": MIXED, "cache": 1000, "overwrite": False, "disk_door": door or QuickDisk()} | options),
     )
 
 
@@ -365,7 +365,7 @@ def test_a_real_kill(case: Case, tmp_path: Path) -> None:
 
 def test_a_dry_run_leaves_nothing(case: Case) -> None:
     before = tree(case.store.path)
-    forecast = case.compile("x", dry_run=True, overwrite=False, policy=MIXED, cache=2000)
+    forecast = case.compile("x", dry_run=True, overwrite=False, policy=MIXED, cache=1000)
     assert tree(case.store.path) == before
     assert not (case.store.path / "packs").exists()
     compile_in(case)
