@@ -237,7 +237,7 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         shape = self._shapes[table] if table is not None else tuple(self._array(attr).shape)
         if attr.index is None:
             return shape
-        if isinstance(attr.index, int):
+        if isinstance(attr.index, int | np.integer):
             return shape[1:]
         return len(row_ids(attr.index, shape[0])), *shape[1:]
 

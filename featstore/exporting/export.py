@@ -76,6 +76,8 @@ def export_table(
     try:
         _check_exported(opened)
         chosen = as_store(opened).table(known_name(table, opened.tables, "the store has no table"))
+        if table in opened.featureless:
+            raise ArgumentError(f"{opened.path}: {table!r} are nodes without features, so there are no rows")
         wanted = None if ids is None else _checked_ids(ids, chosen.rows)
         stored = dtype_from_name(chosen.entry.dtype)
         taken = None if columns is None else columns_of(columns, chosen.row_shape)

@@ -65,7 +65,13 @@ def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) 
     described = {
         "descr": np.lib.format.dtype_to_descr(exported.dtype), "fortran_order": False, "shape": exported.shape
     }  # fmt: skip
-    np.lib.format.write_array_header_2_0(header, described)
+    try:
+        np.lib.format.write_array_header_2_0(header, described)
+    except UnicodeEncodeError:  # names of fields, which version 2 has in Latin-1
+        raise ArgumentError(
+            f"{path}: names of fields of table {exported.name!r} have characters that .npy files of version "
+            "2 cannot have: read them with store.table(...), and write them by numpy.save"
+        ) from None
 
     def pieces() -> Iterator[bytes | NDArray[np.uint8]]:
         yield header.getvalue()
@@ -76,7 +82,9 @@ def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) 
 
 
 def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
-    if exported.dtype.kind not in "biufc" or is_bfloat16(exported.dtype):
+    if exported.dtype.kind not in "biufc" or exported.dtype.itemsize > _WIDEST[exported.dtype.kind]:
+        raise _no_type(path, exported, "zarr arrays that all implementations read")
+    if is_bfloat16(exported.dtype):
         raise _no_type(path, exported, "zarr arrays that all implementations read")
     zarr = need_package("zarr", "zarr", f"{path}: writing this")
     if is_taken(path):  # a directory may hold what is not ours to remove
@@ -100,7 +108,8 @@ def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool)
 
 
 def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
-    if exported.dtype.kind not in "biuf" or is_bfloat16(exported.dtype):
+    kind = exported.dtype.kind
+    if kind not in "biuf" or is_bfloat16(exported.dtype) or exported.dtype.itemsize > _WIDEST[kind]:
         raise _no_type(path, exported, "Parquet")
     if len(exported.row_shape) > 1:
         raise ArgumentError(
@@ -132,15 +141,17 @@ def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bo
             writer.write_table(written, row_group_size=group)
 
 
+_WIDEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of a number that files of others have
 KINDS: dict[str, Callable[[Path, Exported, RowBlocks, bool], None]] = {
     ".npy": _to_npy, ".zarr": _to_zarr, ".parquet": _to_parquet,
 }  # fmt: skip
 
 
 def _no_type(path: Path, exported: Exported, what: str) -> ArgumentError:
-    return ArgumentError(
-        f"{path}: {what} have no type for {exported.dtype}: export as another, dtype='float32' for instance"
-    )
+    instead = "export as another, dtype='float32' for instance"
+    if not is_bfloat16(exported.dtype):  # which no number's dtype holds
+        instead = "export to .npy"
+    return ArgumentError(f"{path}: {what} have no type for {exported.dtype}: {instead}")
 
 
 @contextmanager

@@ -210,11 +210,9 @@ class TrainingOrder(ABC):
             raise SourceError("give both epoch= and position=, or neither")
         if epoch is None:
             return state_of(self._identity(), self._epoch, self._position)
-        return state_of(
-            self._identity(),
-            as_count(epoch, "epoch", 0),
-            as_count(position, "position", 0, len(self.train)),
-        )
+        last = -(-len(self.train) // self.batch_size) * self.batch_size  # the last mini-batch may be smaller
+        done = min(as_count(position, "position", 0, last), len(self.train))
+        return state_of(self._identity(), as_count(epoch, "epoch", 0), done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin where a state was taken when iterated next. Raises SourceError where it belongs to another

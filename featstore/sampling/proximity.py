@@ -24,6 +24,7 @@ more reading.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,17 @@ class ProximityOrder(TrainingOrder):
 
     def _identity(self) -> dict[str, Any]:
         own = {"order": "proximity", "nodes": self.node_count, "redraw": self.redraw}
-        return own | super()._identity()
+        return own | {"graph": _mark_of(self._graph)} | super()._identity()
+
+
+def _mark_of(graph: StoredGraph | tuple[NDArray[np.int64], NDArray[Any]]) -> str:
+    """What tells a graph from others."""
+    if isinstance(graph, StoredGraph):
+        return f"{graph.table.store.uuid} {graph.name}"
+    some = [
+        part[np.linspace(0, max(0, len(part) - 1), min(4096, len(part))).astype(np.int64)] for part in graph
+    ]
+    return f"{len(graph[1])} edges {zlib.crc32(b''.join(one.astype(np.int64).tobytes() for one in some))}"
 
 
 def _graph_given(graph: Any) -> StoredGraph | tuple[NDArray[np.int64], NDArray[Any]]:

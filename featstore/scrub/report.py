@@ -14,7 +14,7 @@ from featstore.units import PAGE_BYTES, format_bytes
 
 Item = TypeVar("Item")
 
-#: So many problems (and unlisted files) are listed; all are counted.
+#: So many problems (and unlisted files) are listed, and the first of each further file; all are counted.
 PROBLEMS_MAX = 1000
 
 
@@ -69,8 +69,8 @@ class Progress:
 @dataclass(frozen=True, kw_only=True)
 class Report(ABC):
     """What a scrub saw. ``bytes`` counts what was read; ``problems`` lists the first 1000 of
-    ``problem_count``. ``access``: "direct" where the device was asked, "buffered" where the page cache could
-    answer."""
+    ``problem_count``, and the first of each further file. ``access``: "direct" where the device was asked,
+    "buffered" where the page cache could answer."""
 
     path: str
     uuid: str
@@ -146,10 +146,11 @@ class Findings:
     def problem(
         self, what: str, path: str, expected: object, actual: object, offset: int | None = None
     ) -> None:
-        """Count a problem, and list it if there is room."""
+        """Count a problem, and list it if there is room, or if it is the first of its file."""
+        new = path not in self.faulty
         self.faulty.add(path)
         self.problem_count += 1
-        if len(self.problems) < PROBLEMS_MAX:
+        if new or len(self.problems) < PROBLEMS_MAX:
             page = None if offset is None else offset // PAGE_BYTES
             self.problems.append(Problem(path, page, offset, str(expected), str(actual), what))
 

@@ -248,7 +248,13 @@ def _remove_generation(
     if held is None and generation.directory in paths and not force:
         return False
     try:
-        for path in [] if dry_run else paths:
+        known = [path for path in paths if path in (generation.directory, generation.spill)]
+        journals = [path for path in paths if path not in known]
+        if not dry_run and journals:  # first, and durably: nobody resumes what is half gone
+            for path in journals:
+                disk.unlink(path)
+            disk.fsync_dir(generation.directory.parent)
+        for path in [] if dry_run else known:
             if path in (generation.directory, generation.spill):
                 disk.rmtree(path, GENERATION if path == generation.directory else SPILL)
             else:

@@ -41,7 +41,7 @@ def store_sheet(store: Any) -> Sheet:
         ]
         grids.append(Grid(("graph", "from", "to", "edges", "hubs"), graphs, left=3))
     if store.manifest.arrays:
-        arrays = [[name, *array_text(a).split(" ")] for name, a in store.manifest.arrays.items()]
+        arrays = [[name, *array_text(a).rsplit(" ", 1)] for name, a in store.manifest.arrays.items()]
         grids.append(Grid(("array", "dtype", "shape"), arrays, left=2))
     return Sheet(f"Store {store.path}", facts, grids)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_flag, as_path
 from featstore.base.folders import is_file, is_taken, real_path
-from featstore.errors import StoreExistsError
+from featstore.errors import ArgumentError, StoreExistsError
 from featstore.storage.disk import Disk
 
 
@@ -23,6 +23,16 @@ def given_place(path: str | os.PathLike[str], name: str) -> Path:
     are resolved, one in its place is not."""
     given = Path(os.path.abspath(as_path(path, name)))
     return real_path(given.parent) / given.name
+
+
+def check_writable(path: Path, overwrite: bool) -> None:
+    """Before what is to be written there is made: raise ArgumentError where there is no folder for it, or
+    none that may be written to, and see :func:`check_free`."""
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "cannot be written to" if folder.is_dir() else "is no directory"
+        raise ArgumentError(f"{path}: {folder} {why}: make it so first, or give another path")
+    check_free(path, overwrite)
 
 
 def check_free(path: Path, overwrite: bool) -> None:

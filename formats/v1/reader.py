@@ -697,7 +697,9 @@ if __name__ == "__main__":
         store = Store(sys.argv[1])
         for n in sorted(os.listdir(packs)) if os.path.isdir(packs) else ():
             if os.path.exists(os.path.join(packs, n, "featstore.json")):
-                compiled[n] = sum(1 for _ in Store(os.path.join(packs, n)).mini_batches(store))
+                made = Store(os.path.join(packs, n))
+                stale = made.compiled["base_uuid"] != store.manifest["uuid"]
+                compiled[n] = None if stale else sum(1 for _ in made.mini_batches(store))
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"{sys.argv[1]}: {error!r}")
     for what, found in (("table", store.tables), ("array", store.arrays)):
@@ -712,4 +714,5 @@ if __name__ == "__main__":
         of = "the topology" if "host" not in store.family else f"host {store.family['host']}"
         print(f"{of} of a split of {store.family['hosts']} hosts")
     for n, batches in compiled.items():
-        print(f"compiled trace {n}: {batches} mini-batches")
+        told = "of another state of the store" if batches is None else f"{batches} mini-batches"
+        print(f"compiled trace {n}: {told}")

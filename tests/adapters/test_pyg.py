@@ -273,8 +273,7 @@ def test_indices_that_pyg_allows(name: str) -> None:
             table if index is None else table[np.asarray(index) if not isinstance(index, slice) else index]
         )
         np.testing.assert_array_equal(np.asarray(got), expected)
-        if not isinstance(index, np.int64):
-            assert tuple(store.get_tensor_size(None, name, index)) == expected.shape
+        assert tuple(store.get_tensor_size(None, name, index)) == expected.shape
     assert torch.equal(store.get_tensor(None, name, torch.from_numpy(mask)), torch.from_numpy(table[mask]))
     assert tuple(store.get_tensor_size(None, name)) == (6, 2)
     for wrong in (mask[:5], np.ones((6, 2), bool)):

@@ -15,6 +15,7 @@ import featstore
 from featstore.errors import DeviceError, DiskFullError, FeatstoreError, IncompleteStoreError
 from featstore.layout import table as table_module
 from featstore.packing import permute, spill, spill_files
+from featstore.storage.disk import Disk
 
 sys.path.insert(0, str(Path(__file__).parent))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
@@ -157,6 +158,33 @@ def test_killed_at_any_operation_then_resumed(tmp_path, way):
         assert is_the_same(path, wanted)
         at += 1 if at < 8 else 13
     assert at > 60
+
+
+class HalfRemoving(Disk):
+    """Killed while it removes a directory."""
+
+    def rmtree(self, path, own):
+        for entry in [entry for entry in sorted(path.rglob("*")) if entry.is_file()][:3]:
+            entry.unlink()
+        raise Lost("killed")
+
+
+@pytest.mark.parametrize("at", [100, 150, 200])
+def test_what_is_half_removed_is_not_gone_on_with(tmp_path, at):
+    """An unfinished pack that another begins to remove: going on with it would commit what is not there, and
+    take the old store away."""
+    path = tmp_path / "store"
+    do_pack(path, way="graph")
+    with pytest.raises(Lost):
+        do_pack(path, FailingDisk(at), "graph", overwrite=True)
+    assert list(path.glob("g*.journal"))
+    with pytest.raises(Lost):
+        do_pack(path, HalfRemoving(), "graph", overwrite=True)
+    with pytest.raises(FeatstoreError, match="nothing to resume"):
+        do_pack(path, way="graph", resume=True)
+    assert is_right(path)
+    do_pack(path, way="graph", overwrite=True)
+    assert is_right(path)
 
 
 @pytest.mark.parametrize("way", ["spill", "graph"])

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import featstore
 from featstore.base.hashing import random_words
-from featstore.errors import IdError, SourceError
+from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.sampling.orders import DEFAULT_SEQUENCES, ROOTS, PartitionOrder, TrainingOrder
 from featstore.sampling.proximity import ProximityOrder
 from featstore.sampling.shuffling import RANDOM_MARGIN, LabelTest, batch_errors, search_sequences
@@ -294,6 +295,33 @@ class TestEveryOrder:
         # What a loader asked for ahead of training is told apart by hand.
         resumed.load_state_dict(order.state_dict(epoch=epoch, position=done))
         assert list(resumed) == (rest if done < 401 else following)
+        last = -(-401 // order.batch_size) * order.batch_size  # mini-batches done times their size
+        resumed.load_state_dict(order.state_dict(epoch=epoch, position=last))
+        assert list(resumed) == following
+        with pytest.raises(ArgumentError, match="position"):
+            order.state_dict(epoch=epoch, position=last + 1)
+
+    def test_a_state_of_another_graph_is_refused(self, tmp_path: Path) -> None:
+        """Of as many nodes, and the same training nodes: what it calls trained on would be others."""
+        indptr, indices, _ = clustered_graph()
+        others = np.roll(indices, 1)
+        said: dict[str, Any] = {"sequences": 4, "batch_size": 20}
+        train = np.arange(0, NODES, 3)
+        state = ProximityOrder((indptr, indices), train, **said).state_dict(epoch=2, position=40)
+        ProximityOrder((indptr.copy(), indices.copy()), train, **said).load_state_dict(state)
+        with pytest.raises(SourceError, match="graph"):
+            ProximityOrder((indptr, others), train, **said).load_state_dict(state)
+        made = []
+        for name, edges in (("a", indices), ("b", others)):
+            rows = np.zeros((NODES, 1), np.float32)
+            featstore.pack(tmp_path / name, rows, graph=(indptr, edges)).close()
+            with featstore.open(tmp_path / name) as store:
+                made.append(ProximityOrder(store, train, **said).state_dict(epoch=2, position=40))
+        with featstore.open(tmp_path / "b") as store:
+            order = ProximityOrder(store, train, **said)
+            order.load_state_dict(made[1])
+            with pytest.raises(SourceError, match="graph"):
+                order.load_state_dict(made[0])
 
     def test_begins_anew_after_a_break(self, kind: int) -> None:
         order = orders()[kind]

@@ -267,6 +267,14 @@ def test_a_folder_that_changes_while_it_is_packed_is_an_error(tmp_path: Path, wh
 # What is malformed.
 
 
+def test_weights_whose_sum_is_beyond_float64_are_refused(tmp_path: Path) -> None:
+    """In memory they are; from disk each draw with replacement was the list's last edge."""
+    weights = np.array([1.0, 1e308, 1e308, 2.0])
+    with pytest.raises(SourceError, match="the sum of all weights is beyond float64"):
+        featstore.pack(tmp_path / "s", X, graph=ENDS, edge_weights=weights)
+    featstore.pack(tmp_path / "s", X, graph=ENDS, edge_weights=weights / 1e308, overwrite=True).close()
+
+
 @pytest.mark.parametrize("dtype", [None, ["F32"]])
 def test_a_tensor_without_a_dtype_is_no_tensor(tmp_path: Path, dtype: Any) -> None:
     one: dict[str, Any] = {"shape": [2, 2], "data_offsets": [0, 16]} | (

@@ -67,12 +67,12 @@ def command(
     """
     from featstore_demo import render, run
 
-    from featstore.storage.whole_files import check_free, write_whole
+    from featstore.storage.whole_files import check_writable, write_whole
 
     if overwrite and html is None:
         raise click.UsageError("--overwrite goes with --html")
     if html is not None:
-        check_free(html, overwrite)  # before the work
+        check_writable(html, overwrite)  # before the work
     with progress("starting", unit="steps") as tell:
         report = run(
             ways=ways,

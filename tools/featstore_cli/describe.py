@@ -151,7 +151,7 @@ def describe_graph(g: Any) -> dict[str, Any]:
             "edge_share": copied / g.edges if g.edges else 0.0,
             "bytes": size(entry.hubs.sources) + sum(map(size, edge_parts(entry.hubs).values())),
         }
-    own = [entry.offsets, entry.sources, *parts.values()]
+    own, order = [entry.offsets, entry.sources, *parts.values()], g.table.entry.order.parameters
     return {
         "table": entry.table,
         "nodes": g.table.rows,
@@ -161,7 +161,7 @@ def describe_graph(g: Any) -> dict[str, Any]:
         "dtype": entry.sources.dtype,
         **{part: parts[part].dtype if part in parts else None for part in ("edge_ids", "weights", "times")},
         "bytes": sum(map(size, own)) + (hubs["bytes"] if hubs else 0),
-        "edge_cut": g.table.entry.order.parameters.get("edge_cut"),
+        "edge_cut": None if "types" in order else order.get("edge_cut"),  # else that of several graphs
         "hubs": hubs,
     }
 

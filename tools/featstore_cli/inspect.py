@@ -104,10 +104,10 @@ def command(
 def _write_report(
     store: Any, data: dict[str, Any], to: Path, stats: Path | None, memory: int, overwrite: bool
 ) -> None:
-    from featstore.storage.whole_files import check_free, write_whole
+    from featstore.storage.whole_files import check_writable, write_whole
     from featstore_cli.html_report import page
 
-    check_free(to, overwrite)  # before the work
+    check_writable(to, overwrite)  # before the work
     run = None if stats is None else _saved_run(stats)
     with progress("looking", unit="steps") as tell:
         text = page(store, data, run, memory, tell)
@@ -158,7 +158,8 @@ def _reading(store: Any) -> dict[str, Any]:
     """Engine, access and device model that a reader would use here, and why."""
     from featstore.base.environment import MEMORY
     from featstore.base.files import direct_refusal
-    from featstore.plan.cost import device_key, load_model
+    from featstore.engine import engine_class
+    from featstore.plan.cost import reading_model
     from featstore.reader.options import as_memory, chosen_engine, memory_said
 
     engine = chosen_engine(store.path, "auto", None, None)
@@ -167,16 +168,19 @@ def _reading(store: Any) -> dict[str, Any]:
         for t in store.tables.values()
         if t.layout.chunks
     ]
-    refusal = direct_refusal(*paths[0]) if paths else None
-    access = "buffered" if refusal else "direct"
-    model = load_model(device_key(store.path, engine.name, access))
+    access, because = engine_class(engine.name).access, "as the engine reads"
+    if access == "direct":
+        refusal = direct_refusal(*paths[0]) if paths else None
+        access = "buffered" if refusal else "direct"
+        because = refusal or "the file system allows it"
+    model = reading_model(store.path, engine.name, access, None)
     return {
         "engine": engine.name,
         "engine_because": engine.because,
         "memory_bytes": as_memory(MEMORY),
         "memory_because": memory_said(MEMORY)[1],
         "access": access,
-        "access_because": refusal or "the file system allows it",
+        "access_because": because,
         "model": {
             "calibrated": model.calibrated,
             "read_seconds": model.read_seconds,

@@ -57,6 +57,7 @@ class PackRequest:
         return path if list(self.values["features"]) == [None] and is_data_set(path) else None
 
     def check(self) -> None:
+        self._check_forms()
         if self.data_set is not None:
             self._check_data_set()
             return
@@ -75,6 +76,17 @@ class PackRequest:
             self._check_once(name)
         for table in self.paths:
             self._check_table(table)
+
+    def _check_forms(self) -> None:
+        """A usage error for a shape or a number that is none, of whatever it is given for."""
+        for text in self.values["shape"].values():
+            self._parsed(SHAPE.parse, text, "--shape")
+        for name, least in (("partitions", 1), ("offset", 0)):
+            for text in self.values[name].values():
+                if not text.isdecimal() or int(text) < least:
+                    raise click.BadParameter(
+                        f"{text!r} is not a whole number of at least {least}", param_hint=f"--{name}"
+                    )
 
     def _check_data_set(self) -> None:
         if self.values["nodes"]:
@@ -102,15 +114,7 @@ class PackRequest:
         check_tables(self.values[name], [*self.features, *self.graphs], flag_of(name))
 
     def _check_table(self, table: str) -> None:
-        shape, cast = self._of("shape", table), self._of("cast", table)
-        order, partitions, offset = (self._of(name, table) for name in ("order", "partitions", "offset"))
-        if shape is not None:
-            self._parsed(SHAPE.parse, shape, "--shape")
-        for text, flag, least in ((partitions, "--partitions", 1), (offset, "--offset", 0)):
-            if text is not None and (not text.isdecimal() or int(text) < least):
-                raise click.BadParameter(
-                    f"{text!r} is not a whole number of at least {least}", param_hint=flag
-                )
+        shape, cast, order = (self._of(name, table) for name in ("shape", "cast", "order"))
         if order not in (None, *ORDERS):
             raise click.BadParameter(
                 f"{order!r} is no order; choose one of {', '.join(ORDERS)}", param_hint="--order"

@@ -3,6 +3,8 @@ manifests promise."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from featstore.scrub.report import VerifyReport
 
 _CORRUPT = 3
+_GENERATION = re.compile(r"g[0-9]{6,}")
 
 
 @click.command("verify")
@@ -52,6 +55,7 @@ def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> N
         ctx.exit(_CORRUPT)
     compiled = [_verify_compiled(path, report, buffered) for path in _compiled_in(store)]
     sound = report.ok and all(c["ok"] for c in compiled)
+    corrupt = not report.ok or any(not (c["ok"] or c["unknown"]) for c in compiled)
     seconds = time.perf_counter() - begin
     if as_json:
         data = report.to_dict() | {"ok": sound, "compiled": [_plain(c) for c in compiled], "seconds": seconds}
@@ -59,7 +63,7 @@ def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> N
     else:
         _show(report, compiled, sound, seconds)
     if not sound:
-        ctx.exit(_CORRUPT)
+        ctx.exit(_CORRUPT if corrupt else 1)
 
 
 def _verify(path: Path, prefix: str, buffered: bool) -> VerifyReport:
@@ -74,31 +78,49 @@ def _verify(path: Path, prefix: str, buffered: bool) -> VerifyReport:
 
 
 def _compiled_in(store: Path) -> list[Path]:
-    """The compiled traces of a store that are finished."""
-    folder = store / "packs"
-    found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-    for path in found:
-        if any(path.glob("g*.journal")):
+    """The compiled traces of a store that are finished, what is left of one, and what cannot be looked at."""
+    folder, found = store / "packs", list[Path]()
+    try:
+        paths = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:
+        return [folder]
+    for path in paths:
+        try:
+            names = os.listdir(path)
+        except NotADirectoryError:
+            continue
+        except OSError:
+            names = ["featstore.json"]  # as far as anybody knows
+        unfinished = any(name.startswith("g") and name.endswith(".journal") for name in names)
+        if unfinished:
             remark(f"{path} holds an unfinished compiled trace, which is not verified")
-    return [p for p in found if (p / "featstore.json").exists()]
+        left = not unfinished and any(_GENERATION.fullmatch(name) for name in names)
+        if left or "featstore.json" in names:
+            found.append(path)
+    return found
 
 
 def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str, Any]:
-    """What became of one: name, ok, stale, because (where there is nothing to verify against) and the
-    report."""
-    from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
+    """What became of one: name, ok, unknown (it cannot be said), stale, because (where there is nothing to
+    verify against) and the report."""
+    from featstore.errors import FeatstoreError, FormatError, FormatVersionError, IncompleteStoreError
     from featstore.storage.manifest_reading import read_manifest
 
-    found: dict[str, Any] = {"name": path.name, "ok": False, "stale": False, "because": "", "report": None}
+    found: dict[str, Any] = {
+        "name": path.name, "ok": False, "unknown": False, "stale": False, "because": "", "report": None
+    }  # fmt: skip
     try:
         compiled = read_manifest(path)[0].compiled
         report = _verify(path, f"packs/{path.name}/", buffered)
-    except FormatVersionError:
-        raise
-    except IncompleteStoreError:  # removed meanwhile
-        return found | {"ok": True, "because": "it is gone"}
-    except FormatError as error:
+    except IncompleteStoreError as error:
+        if not path.exists():  # removed meanwhile
+            return found | {"ok": True, "because": "it is gone"}
         return found | {"because": str(error)}
+    except (FeatstoreError, OSError) as error:
+        known = isinstance(error, FormatError) and not isinstance(error, FormatVersionError)
+        return found | {"unknown": not known, "because": str(error)}
     stale = compiled is not None and compiled.base_uuid != base.uuid
     return found | {"ok": report.ok, "stale": stale, "report": report}
 
@@ -117,6 +139,9 @@ def _show(report: VerifyReport, compiled: list[dict[str, Any]], sound: bool, sec
     ]
     if problems:
         show(table(["file", "page", "what", "expected", "found"], problems, left=5))
+    for _, one in reports:
+        if one.problem_count > len(one.problems):
+            show(f"and {one.problem_count - len(one.problems):,} problems more in these files")
     for one in compiled:
         if one["because"] and not one["ok"]:
             show(f"packs/{one['name']}: {one['because']}")

@@ -87,7 +87,7 @@ class EdgeValues:
 
     def _blocks(self, edges: int) -> Iterator[NDArray[Any]]:
         """The values in order, lent, and checked."""
-        done = 0
+        done, total = 0, 0.0
         for lent in self.source.blocks(0, _BLOCK_EDGES):
             block = lent.reshape(-1)
             if self.part == "weights":
@@ -95,6 +95,13 @@ class EdgeValues:
                     raise SourceError(
                         f"{self._name}: the weight of edge {done + at:,} is {block[at]}; weights are finite "
                         "and not negative"
+                    )
+                with np.errstate(over="ignore"):
+                    total += float(block.sum(dtype=np.float64))
+                if not np.isfinite(total):
+                    raise SourceError(
+                        f"{self._name}: the sum of all weights is beyond float64, and each has a chance "
+                        "in proportion to it; divide all by the largest"
                     )
             done += len(block)
             if done > edges:
