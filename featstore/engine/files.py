@@ -26,12 +26,11 @@ Access = Literal["direct", "buffered", "mapped"]
 
 class Checked:
     """Which pages of a table's mappings have been checked, and need not be again: ``bits``, uint8
-    [ceil(pages / 8)]. ``stale``, int64 [1], is not 0 once they say nothing any more."""
+    [ceil(pages / 8)]. They say nothing any more once other than ``faults`` have been counted."""
 
-    def __init__(self, pages: int) -> None:
-        self.bits = np.empty(self.bytes_for(pages), np.uint8)
+    def __init__(self, pages: int, faults: int) -> None:
+        self.bits, self.faults = np.empty(self.bytes_for(pages), np.uint8), faults
         self.bits.fill(0)  # is in memory then: what is counted later are pages of mappings
-        self.stale = np.zeros(1, np.int64)
 
     @staticmethod
     def bytes_for(pages: int) -> int:
@@ -41,8 +40,8 @@ class Checked:
 class TableFiles:
     """The chunk files of a table, open. ``handles`` is int64 [files]: descriptors, or addresses of mappings.
 
-    ``checksums`` is uint32 [pages], or None where reads are not verified. ``checked`` is the engine's. Close
-    it when no lane uses it any more.
+    ``checksums`` is uint32 [pages], or None where reads are not verified. ``checked`` and ``faults`` are the
+    engine's. Close it when no lane uses it any more.
     """
 
     def __init__(
@@ -53,6 +52,7 @@ class TableFiles:
         self.checksums = checksums
         self.access: Access = access
         self.checked: Checked | None = None
+        self.faults = np.zeros(1, np.int64)  # of pages of mappings, of all lanes
         self.buffered_because = ""
         self._descriptors: list[int] = []
         self._maps: list[tuple[mmap.mmap, NDArray[np.uint8]]] = []

@@ -46,9 +46,10 @@ PAGES_PER_FILE = 18
 CHECKSUMS = 19  # address of uint32 [pages], or 0: do not verify
 SPANS = 20  # address of int64 [extents, 3]: first byte, end (of the table), destination byte; or 0: by keys
 CHECKED = 21  # address of a bit for each page that need not be checked again, or 0: see featstore.engine.pool
-STALE = 22  # with these, address of an int64: not 0 where they mean nothing any more
+ALL_FAULTS = 22  # address of an int64, or 0: as FAULTS, of all lanes of the table (atomically)
 FAULTS = 23  # pages of a mapping that were not in this process's memory when they were looked at (atomically)
-FIELDS = 24
+TRUSTED_AT = 24  # what CHECKED says is so as long as ALL_FAULTS is this
+FIELDS = 25
 
 ERROR_CORRUPT = 1
 ERROR_TRUNCATED = 2

@@ -116,8 +116,7 @@ def _pread_extent(
 def _note_faults(lane: Any, faults: Any) -> None:
     """Some pages of the mappings were not in memory: what was checked before may not be what is there now."""
     atomic_add(lane + L.FAULTS * 8, faults)
-    if load_i64(lane + L.CHECKED * 8) != 0:
-        atomic_add(load_i64(lane + L.STALE * 8), 1)
+    atomic_add(load_i64(lane + L.ALL_FAULTS * 8), faults)
 
 
 @njit(cache=True, nogil=True)
@@ -166,12 +165,13 @@ def _work(
         end = now_ns(clock, scratch)
         counters[C.NS_WAIT] += end - begin
         count_read(counters, expected, end - begin)
-        if not deliver(lane, extent, data, clock, scratch, counters):
-            return
+        right = deliver(lane, extent, data, clock, scratch, counters)
         if mapped:
             faults = page_faults(getrusage, scratch + _USAGE)[1] - before
             if faults > 0:  # some may be of where the rows go
                 _note_faults(lane, faults)
+        if not right:
+            return
         atomic_add(lane + L.DONE * 8, 1)
 
 
@@ -222,7 +222,8 @@ def _take_mapped(
     are verified or copied."""
     extents = load_i64(lane + L.EXTENTS * 8)
     verified = load_i64(lane + L.CHECKSUMS * 8) != 0
-    checked, stale = load_i64(lane + L.CHECKED * 8), load_i64(lane + L.STALE * 8)
+    checked, all_faults = load_i64(lane + L.CHECKED * 8), load_i64(lane + L.ALL_FAULTS * 8)
+    trusted_at = load_i64(lane + L.TRUSTED_AT * 8)
     short = load_i64(lane + L.ROW_BYTES * 8) <= _SHORT_ROW_BYTES
     pages_of = load_i64(lane + L.EXTENT_PAGES * 8)
     first_of = load_i64(lane + L.EXTENT_PAGE * 8)
@@ -236,15 +237,15 @@ def _take_mapped(
         last = min(first + at_once, extents)
         t0 = now_ns(clock, scratch)
         if verified:
-            trusted = checked != 0 and load_shared(stale) == 0
+            trusted = checked != 0 and load_shared(all_faults) == trusted_at
             before = page_faults(getrusage, scratch + _USAGE)[1]
-            if not _verify_extents(lane, first, last, checked, trusted):
-                return
+            right = _verify_extents(lane, first, last, checked, trusted)
             waited, faults = page_faults(getrusage, scratch + _USAGE)
-            if faults > before:
+            if faults > before:  # also of a page before a wrong one
                 _note_faults(lane, faults - before)
-                if trusted and not _verify_extents(lane, first, last, checked, False):
-                    return
+                right = right and (not trusted or _verify_extents(lane, first, last, checked, False))
+            if not right:
+                return
         t1 = now_ns(clock, scratch)
         keys_end = np.int64(load_i32(load_i64(lane + L.EXTENT_FIRST * 8) + 4 * last)) if short else 0
         for extent in range(first, last):
@@ -294,10 +295,9 @@ class PoolEngine(Engine):
                 submitted(self._pool, lane.on_done, lane)
                 return
             checked = lane.checked = lane.files.checked
+            lane.fields[L.ALL_FAULTS] = address_of(lane.files.faults)
             if checked is not None:
-                lane.fields[L.CHECKED], lane.fields[L.STALE] = (
-                    address_of(checked.bits), address_of(checked.stale)
-                )  # fmt: skip
+                lane.fields[L.CHECKED], lane.fields[L.TRUSTED_AT] = address_of(checked.bits), checked.faults
         threads = self.threads if self._waits else min(self.threads, available_cores())
         workers = min(threads, max(1, lane.extents))
         left = [workers, 0]
@@ -356,7 +356,7 @@ class PoolEngine(Engine):
                 files.checked = None
                 self._checked_bytes += Checked.bytes_for(pages)
         elif files.checked is None and lane.extents and 0 < Checked.bytes_for(pages) <= self._checked_bytes:
-            files.checked = Checked(pages)
+            files.checked = Checked(pages, int(files.faults[0]))
             self._checked_bytes -= Checked.bytes_for(pages)
 
     def counters(self) -> NDArray[np.int64]:

@@ -72,7 +72,8 @@ def _policies(policies: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
 def array_sheet(array: Any) -> Sheet:
     """Its shape, and what reads its rows."""
     try:
-        memory = format_bytes(sum(array.memory().values()))
+        held = array.memory()
+        memory = format_bytes(sum(held.values())) if held else "none: another process has it"
     except ClosedError:
         memory = "none: closed"
     shape = "x".join(map(str, array.shape))

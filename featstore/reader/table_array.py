@@ -184,8 +184,9 @@ class TableArray(Shown):
     # Explaining and ending.
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the source's budget, by use."""
-        held: dict[str, int] = self.source.memory()
+        """Bytes of the source's budget, by use; none of a client of a shared buffer, whose owner has one."""
+        memory = getattr(self.source, "memory", dict)
+        held: dict[str, int] = memory()
         return held
 
     def close(self) -> None:

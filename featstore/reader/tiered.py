@@ -9,6 +9,7 @@ others share what is left evenly.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_table_names, check_options, options_of, shown
+from featstore.arguments import as_table_names, check_options, options_of
 from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.environment import MEMORY
@@ -32,6 +33,7 @@ from featstore.base.ids import (
     unshared,
 )
 from featstore.base.sheets import Sheet, Shown
+from featstore.base.threads import close_later
 from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
 from featstore.plan.budget import TableNeed, own_bytes
@@ -42,7 +44,7 @@ from featstore.reader.report import Plan, ReaderStats, TablePlan, plan_elsewhere
 from featstore.reader.requests import ByTable, as_tables
 from featstore.reader.sheets import reader_sheet
 from featstore.storage.store import OpenStore, Table, as_store
-from featstore.tiers import PolicyNow, RowSource, SourceSpec, Tier, TierSpec, is_source_spec
+from featstore.tiers import PolicyNow, RowSource, SourceSpec, Tier, TierSpec, as_tiers, is_source_spec
 from featstore.tiers.buffer_tier import Buffer
 from featstore.tiers.static_tier import Static
 from featstore.units import parse_bytes
@@ -76,15 +78,7 @@ class TieredReader(Shown):
         self._top: RowSource | None = None
         self._pid = os.getpid()
         self.store, self.memory_bytes = as_store(store), parse_bytes(memory, "memory")
-        if not isinstance(tiers, list | tuple):
-            raise ArgumentError(f"tiers must be a list of tiers, not {shown(tiers)}")
-        specs = list(tiers)
-        for spec in specs:
-            if not all(callable(getattr(spec, what, None)) for what in ("over", "host_bytes", "least_bytes")):
-                raise ArgumentError(
-                    "tiers must be a list of tiers (Static, Buffer, Device of featstore.tiers), not "
-                    f"{shown(spec)}"
-                )
+        specs = as_tiers(tiers)
         try:
             self._open(specs, reader)
         except BaseException:
@@ -208,7 +202,8 @@ class TieredReader(Shown):
 
     def _submit(self, ids: Any, out: Any, at: Any, copy: bool) -> Request:
         top = self._check_open()
-        by_table = ByTable.parse(self.tables, ids, out, at, copy=copy)
+        # tiers look at ids again after they were checked: a caller who changes them must not be heard
+        by_table = ByTable.parse(self.tables, ids, out, at, copy=True)
         asked, outs = by_table.ids, by_table.out
         rows = 0
         for name, parsed in asked.items():
@@ -341,6 +336,10 @@ class TieredReader(Shown):
         if self._disk is not None:
             self._disk.close()
         self._top = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_top", None) is not None and not sys.is_finalizing():
+            close_later(self.close)
 
     def __enter__(self) -> TieredReader:
         return self

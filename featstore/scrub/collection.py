@@ -175,7 +175,9 @@ class Collection:
             else:
                 left = True
                 try:
-                    if path.suffix == ROLLING:
+                    if path.suffix == ROLLING and lock.fresh:  # which proves nothing of what has such names
+                        self._foreign(path, "it is empty, so what lies beside it may be a user's own")
+                    elif path.suffix == ROLLING:
                         theirs.update(made)
                         left = [self._left(p) for p in made].count(False) > 0
                     else:

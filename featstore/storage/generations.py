@@ -230,7 +230,7 @@ def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool 
         generation = Generation(store, name)
         if committed is not None and name == committed.generation:
             paths = [store / MANIFEST_NAME, *paths]  # the manifest first: nobody opens what is being removed
-        if not _remove_generation(disk, generation, paths, dry_run=dry_run, force=force):
+        if not _remove_generation(disk, generation, paths, dry_run=dry_run, force=force, whole=True):
             return False
     if not dry_run:
         disk.rmtree(store, STORE)
@@ -239,26 +239,24 @@ def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool 
 
 
 def _remove_generation(
-    disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False, force: bool = False
-) -> bool:
+    disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False, force: bool = False,
+    whole: bool = False,
+) -> bool:  # fmt: skip
     """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept
     while removing, so that no reader slips in: one that waits for it finds the directory gone and looks at
-    the manifest again."""
+    the manifest again. Files go first, the journal among them; ``whole``: the store goes, too."""
     held = held_alone(generation.directory, directory=True) if generation.directory in paths else None
     if held is None and generation.directory in paths and not force:
         return False
     try:
-        known = [path for path in paths if path in (generation.directory, generation.spill)]
-        journals = [path for path in paths if path not in known]
-        if not dry_run and journals:  # first, and durably: nobody resumes what is half gone
-            for path in journals:
-                disk.unlink(path)
-            disk.fsync_dir(generation.directory.parent)
-        for path in [] if dry_run else known:
-            if path in (generation.directory, generation.spill):
+        folders = (generation.directory, generation.spill)
+        for path in [] if dry_run else sorted(paths, key=lambda path: path in folders):
+            if path in folders:
                 disk.rmtree(path, GENERATION if path == generation.directory else SPILL)
             else:
                 disk.unlink(path)
+            if path == generation.journal and not whole:  # durably: nobody resumes what is half gone
+                disk.fsync_dir(path.parent)
         return True
     finally:
         if held is not None:

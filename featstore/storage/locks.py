@@ -116,11 +116,15 @@ class Lock:
                 if error.errno not in NO_SPACE:
                     raise
 
-    def mark(self) -> None:
-        """Write into a marked lock that is fresh what tells it from a foreign file: from here on, it
-        counts."""
+    def mark(self, *, durably: bool = False) -> None:
+        """Write into a marked lock that is fresh what tells it from a foreign file: from here on, it counts,
+        after a crash only where that is done ``durably``."""
         try:
             _write(self._descriptor, _MARK)
+            if durably:
+                os.fsync(self._descriptor)
+                with folder(self.path.parent, listed=True) as above:
+                    os.fsync(above)
         except OSError as error:
             raise refusal(error, self.path, "write") from error
 

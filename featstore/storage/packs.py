@@ -109,7 +109,7 @@ def rolling(packs: Path, name: str) -> Lock:
                         f"{path} was not made by a loader of fresh mini-batches, which would write "
                         "there: give another name="
                     )
-            lock.mark()
+            lock.mark(durably=True)  # before what it tells of
         else:
             remove_episodes(packs, name, Disk())
     except BaseException:

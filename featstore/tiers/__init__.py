@@ -19,9 +19,21 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import shown
 from featstore.engine.request import Request
-from featstore.errors import BudgetError
+from featstore.errors import ArgumentError, BudgetError
 from featstore.storage.store import OpenStore, Table
+
+
+def as_tiers(tiers: Any) -> list[Any]:
+    """A list of what says how tiers are wanted. Raises ArgumentError for anything else."""
+    what = "tiers must be a list of tiers (Static, Buffer, Device of featstore.tiers)"
+    if not isinstance(tiers, list | tuple):
+        raise ArgumentError(f"{what}, not {shown(tiers)}")
+    for spec in tiers:
+        if not all(callable(getattr(spec, name, None)) for name in ("over", "host_bytes", "least_bytes")):
+            raise ArgumentError(f"{what}, not of {shown(spec)}")
+    return list(tiers)
 
 
 class PolicyNow(NamedTuple):

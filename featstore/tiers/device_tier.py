@@ -285,6 +285,7 @@ class DeviceTier(OverSource):
                 self._finish(job, target)
                 if job.error is not None:
                     self._take_over(begun)
+                del job, target  # through which this thread would hold who asked
             else:
                 self._wake.wait(1.0)
 

@@ -429,3 +429,27 @@ def test_gc_removes_what_a_killed_saving_left_and_no_other(store: featstore.Stor
     saved.save(store, "d", {}, disk=Collecting())
     assert set(found[0].removed) == {f"caches/{left.name}"}
     assert sorted(p.name for p in (store.path / "caches").iterdir()) == ["c.cache", "d.cache"]
+
+
+def test_what_rolling_loaders_prove_by_is_durable_and_an_empty_file_proves_nothing(
+    store: featstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock whose mark was lost with the power, or that anybody made: gc leaves what lies beside it alone."""
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor).st_ino), fsync(descriptor))
+    )
+    with rolling(store, "proof"):
+        assert (store.path / "packs" / "proof.rolling").stat().st_ino in synced
+        assert (store.path / "packs").stat().st_ino in synced
+    monkeypatch.undo()
+    episode = [np.arange(k, k + 5) for k in range(0, 50, 5)]
+    with store.loader(episode, mode="compiled", memory="64MiB", name="other") as loader:
+        list(loader)
+    packs = store.path / "packs"
+    shutil.copytree(packs / "other", packs / "mine-0")
+    (packs / "mine.rolling").touch()
+    done = Collection(store.path)
+    assert (packs / "mine-0" / "featstore.json").is_file()
+    assert "it is empty" in done.unproven["packs/mine.rolling"]

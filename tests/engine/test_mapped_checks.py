@@ -117,6 +117,32 @@ def test_a_page_that_came_with_its_neighbour_is_checked(table: Table) -> None:
     table.close()
 
 
+def test_a_page_that_came_before_a_wrong_one_is_checked(table: Table) -> None:
+    """Both are of one extent, of which the first is trusted, and nobody has checked the second yet."""
+    for _ in range(3):
+        table.read(list(range(17)))
+    assert table.trusted()
+    table.write(16, wrong=True)
+    table.write(17, wrong=True)
+    table.read([16, 17])
+    for page in (16, 17):
+        table.read([page])
+    table.close()
+
+
+def test_what_comes_while_bits_are_made_ends_the_trust_in_them(table: Table) -> None:
+    """A page that a read of another thread, which began before, has come upon."""
+    table.settle()
+    files = table.reader._states["features"].files
+    before = int(files.faults[0])
+    table.write(17, wrong=True)
+    files.faults[0] += 1  # as that read counts it
+    with pytest.raises(CorruptionError):
+        table.reader.read(np.array([17 * PER_PAGE]))
+    assert files.faults[0] > before
+    table.close()
+
+
 def test_bits_take_no_more_than_they_were_given(table: Table) -> None:
     table.read([0])
     table.reader._engine._checked_bytes = 9  # a byte short of a bit a page

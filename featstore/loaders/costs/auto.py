@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from featstore import arguments as args
-from featstore.errors import ArgumentError
+from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.costs.costs import LOOKED_SECONDS, LOOKED_SHARE, Training, costs_of
 from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.costs.result import LoaderCosts
@@ -66,7 +66,10 @@ def auto(
         batches, given.get("nodes"), own, memory_bytes, given["disk"], repeats, epochs, step, LOOKED_SECONDS,
         reading,
     )  # fmt: skip
-    seen = look_at_batches(store, batches, wanted.nodes, seconds=LOOKED_SECONDS, share=LOOKED_SHARE)
+    try:
+        seen = look_at_batches(store, batches, wanted.nodes, seconds=LOOKED_SECONDS, share=LOOKED_SHARE)
+    except (ArgumentError, SourceError) as error:  # of which mode online may take more
+        return Taken("online", f"what they cost elsewhere cannot be told: {error}", None)
     # without trying partitions out, which auto does not take, in as much memory again
     costs = costs_of(store, wanted, seen, tried=False)
     return Taken(costs.mode, costs.because, costs)

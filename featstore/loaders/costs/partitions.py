@@ -107,7 +107,7 @@ def _cost(
     world: World, loading: Loading, found: _Reads, own: OwnSampling, memory_bytes: int, seconds: float
 ) -> ModeCost:  # fmt: skip
     once, count = found.steps == 1, world.batches  # once: all of it fits, and stays
-    prices = world.prices_in(loading.reader.budget.memory_bytes)
+    prices = world.prices_beside(loading.staging_bytes)
     reading = prices.busy(found.reads, found.bytes_read)
     hubs = sum(one.hubs * loading.parts.row_bytes(name) for name, one in loading.rows.items())
     remark = (

@@ -40,7 +40,9 @@ class Popularity:
         return float(self.rows @ self.chance)
 
     def hit_rate_of_most_wanted(self, slots: float) -> float:
-        """Of the rows asked for, those that are among the ``slots`` most wanted ones."""
+        """Of the rows asked for, those that are among the ``slots`` most wanted ones; all, where none are."""
+        if not self.batch_rows:
+            return 1.0
         before = np.concatenate([[0.0], np.cumsum(self.rows)[:-1]])
         held = np.clip(slots - before, 0.0, self.rows)
         return float(held @ self.chance / self.batch_rows)
@@ -66,6 +68,8 @@ class Popularity:
 
 def learn(ids: Sequence[NDArray[np.int64]], table_rows: int) -> Popularity:
     """The popularity of the rows of a table, from mini-batches' distinct ids."""
+    if not table_rows or not any(map(len, ids)):
+        return Popularity(np.array([float(table_rows)]), np.zeros(1))
     uses = np.unique(np.concatenate(ids), return_counts=True)[1]
     batches = len(ids)
     rows_of = np.bincount(uses, minlength=batches + 1).astype(np.float64)

@@ -76,6 +76,7 @@ class Loading:
         tables += [name for lists in self.lists.values() for name in lists.tables]
         needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in tables]
         reading = _reader_memory(memory_bytes, needs)
+        self.staging_bytes = _beside_bytes(memory_bytes, needs)  # of the reader, with planning
         held = reading + self.train.rows.nbytes + own.held_bytes
         held += sum(rows.held_bytes for rows in self.rows.values())
         self.reader: Reader = Reader(
@@ -274,8 +275,12 @@ class _Block:
 
 
 def _reader_memory(memory_bytes: int, needs: Sequence[TableNeed]) -> int:
-    """The reader's part of a loader's budget: more staging for larger ones, up to 16 MiB, or more where rows
-    are large."""
+    """The reader's part of a loader's budget."""
+    return own_bytes(memory_bytes, needs, _beside_bytes(memory_bytes, needs))
+
+
+def _beside_bytes(memory_bytes: int, needs: Sequence[TableNeed]) -> int:
+    """What of it is for staging and planning: more for larger budgets, up to 16 MiB, or more where rows are
+    large."""
     beside = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, memory_bytes // 7))
-    beside = max(beside, 8 * max((need.row_bytes for need in needs), default=0))
-    return own_bytes(memory_bytes, needs, beside)
+    return max(beside, 8 * max((need.row_bytes for need in needs), default=0))
