@@ -434,7 +434,7 @@ def test_gc_removes_what_a_killed_saving_left_and_no_other(store: featstore.Stor
 def test_what_rolling_loaders_prove_by_is_durable_and_an_empty_file_proves_nothing(
     store: featstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lock whose mark was lost with the power, or that anybody made: gc leaves what lies beside it alone."""
+    """A lock whose mark was lost with the power, or that anybody made: gc leaves what is beside it alone."""
     synced: list[int] = []
     fsync = os.fsync
     monkeypatch.setattr(
