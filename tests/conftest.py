@@ -122,8 +122,8 @@ MUCH_ALIKE = {
 }  # fmt: skip
 
 
-#: Tests that take seconds, by file and name, the longest first: where all tests are run, every other one is
-#: on one day, and the others on the next.
+#: Tests that take seconds, by file and name, the longest first: where all tests are run, every third one is
+#: on one day, and the others on the two after it.
 LONG_TESTS = Path(__file__).with_name("long_tests.txt").read_text().split()
 
 
@@ -143,11 +143,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--thorough"):
         left_out = pytest.mark.skip(reason="much the same as another, and long: --thorough")
         by_test: dict[str, list[pytest.Item]] = {}
-        if [Path(one).resolve() for one in config.args] == [Path(__file__).parent]:
+        named = config.option.keyword or config.option.markexpr
+        if not named and [Path(one).resolve() for one in config.args] == [Path(__file__).parent]:
             another_day = pytest.mark.skip(
                 reason="long, and of another day's run: --thorough, or name its file"
             )
-            left = {name for place, name in enumerate(LONG_TESTS) if place % 2 != TURN % 2}
+            left = {name for place, name in enumerate(LONG_TESTS) if place % 3 != TURN % 3}
             for item in items:
                 if name_of(item) in left:
                     item.add_marker(another_day)
@@ -188,7 +189,8 @@ def some_of(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
             found.append(most := max(order, key=lambda item: len(values[item] & left)))
             left -= values[most]
     if getattr(cases[0], "originalname", None) in MUCH_ALIKE and len(found) > 1:
-        found = [item for number, item in enumerate(found) if number % 2 == TURN % 2]
+        half = TURN // 3 % 2  # what takes long has its turn every third day
+        found = [item for number, item in enumerate(found) if number % 2 == half]
     return found
 
 

@@ -86,6 +86,27 @@ def test_threads_of_a_forked_child_share_one_engine(reader: Reader, features: np
     assert in_child(work) == 0
 
 
+def test_a_forked_child_whose_engine_fails_at_first_tries_again(reader: Reader, features: np.ndarray) -> None:
+    """And has no part of the parent's, whose threads it has not: it would wait for ever."""
+    from featstore.reader import reader as module
+
+    def work() -> bool:
+        make, calls = module.make, [0]
+
+        def fails_once(*given: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 1:
+                raise OSError("no ring")
+            return make(*given)
+
+        module.make = fails_once  # type: ignore[assignment]
+        with pytest.raises(OSError, match="no ring"):
+            reader.read([3])
+        return bool(child_reads(reader, np.arange(20), features[:20]))
+
+    assert in_child(work) == 0
+
+
 def test_pickles(store: featstore.Store, features: np.ndarray, engine: str) -> None:
     with (
         store.reader(memory=MEMORY, engine=engine, static=[1, 2]) as reader,

@@ -30,6 +30,7 @@ from featstore.base.ids import plain_array
 from featstore.base.process import OneProcess
 from featstore.base.tensors import has_tensor, to_device
 from featstore.base.threads import close_later
+from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
 from featstore.loaders.batch import Batch, device_of_rows
 from featstore.loaders.loader import Loader
@@ -155,6 +156,7 @@ class NeighborLoader:
         self.batch_size = batch_size
         self._order = np.argsort(self._seeds, kind="stable")
         self._input_ids = self._seeds if masked else None  # what PyG calls seeds of a mask by
+        checked_train(self._seeds, table.rows, repeated=True)
         self._times = _times(data, options, table.rows, self._type, self._seeds)
         self.loader = Loader(
             data, seeds=given, fanouts=fanouts, batch_size=batch_size,

@@ -23,8 +23,8 @@ from featstore.plan.budget import Budget, TableNeed, own_bytes, reader_bytes
 from featstore.storage.store import OpenStore, Table
 from featstore.units import multiple_bytes
 
-# Of each slot: where it lies, where the round leaves its row, and what turning these round takes.
-_SLOT_BYTES = 24
+#: Of each slot: where it lies, where the round leaves its row, and what turning these round takes.
+MAP_BYTES = 24
 _RECORD_BYTES_PER_ID = 32  # at most: a row of the shared or the base table, its admission, its node id
 _RECORD_BYTES = 8192
 DEPTH_MIN = 2  # mini-batches: the loop's, and one on its way
@@ -103,7 +103,7 @@ class LoaderBudget:
             return min(SLOTS_MAX, tables[t].rows, own // (tables[t].row_bytes + beside))
 
         given = {t: rows_in(cache_bytes or 0, t, 0) for t in tables}  # a cache that is asked for is of rows
-        cached = (cache_bytes or 0) + _SLOT_BYTES * sum(given.values())
+        cached = (cache_bytes or 0) + MAP_BYTES * sum(given.values())
 
         def fixed(depth: int, memory: int) -> int:
             checksums = (pages + memory) // 1024 + _RECORD_BYTES
@@ -129,7 +129,7 @@ class LoaderBudget:
                     "hold two mini-batches of this trace, their records and what reads them",
                 )
         left = memory_bytes - fixed(depth, memory_bytes)
-        slots = {t: rows_in(left, t, _SLOT_BYTES) for t in tables} if cache_bytes is None else given
+        slots = {t: rows_in(left, t, MAP_BYTES) for t in tables} if cache_bytes is None else given
         device = {t: rows_in(device_bytes, t, 0) for t in tables}
         return cls(memory_bytes, depth, batch, record, slots, device)
 

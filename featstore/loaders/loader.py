@@ -132,7 +132,7 @@ class Loader(Shown, LoaderBase):
         self._mode.begin(self._epoch, self._next)
         if self._watch is not None:
             self._watch.begin(self.report())
-        with self._shares.told_of_all(), self._stepping_back():
+        with self._shares.told_of_all(), self._stepping_back(self._next, self._loaded):
             for made in spans(self._mode.epoch(), "featstore: wait for a mini-batch"):
                 batch = self._mode.whole(made)
                 del made
@@ -151,13 +151,15 @@ class Loader(Shown, LoaderBase):
         self._stands, self._loaded = True, None
 
     @contextmanager
-    def _stepping_back(self) -> Iterator[None]:
-        """Where a step fails of which this rank has had its mini-batch, it stands before that, as others."""
+    def _stepping_back(self, begun: int, loaded: Mapping[str, Any] | None) -> Iterator[None]:
+        """Where a step fails of which this rank has had its mini-batch, it stands before that, as others;
+        where that is the first after a state was loaded, with that state."""
         try:
             yield
         except Exception:
-            self._next -= self._mode.ahead
-            self._mode.ahead = False
+            if self._mode.ahead:
+                self._mode.ahead, self._next = False, self._next - 1
+                self._loaded = loaded if self._next == begun else None
             raise
 
     def _tell(self, end: bool = False) -> None:

@@ -23,12 +23,13 @@ def with_slack(used_bytes: int) -> int:
 
 
 @contextmanager
-def of_share(given: int, whole: int, parts: int = 1) -> Iterator[None]:
+def of_share(given: int, whole: int, parts: int = 1, more: int = 0) -> Iterator[None]:
     """A BudgetError for what was ``given``, one of so many parts of what was left of the ``whole``, is one
-    for the whole."""
+    for the whole, of which a larger one would keep so much ``more``."""
     try:
         yield
     except BudgetError as error:
         if error.given_bytes != given:
             raise
-        raise BudgetError(parts * (error.needed_bytes - given) + whole, whole, error.what) from None
+        needed = parts * (error.needed_bytes - given) + whole + more
+        raise BudgetError(needed, whole, error.what) from None

@@ -130,12 +130,13 @@ class TypedOrders(Orders):
     ) -> dict[str, CscGraph]:
         """The graphs, and how often each node is a source added to ``counts``, where there are any."""
         memory = self.options.memory_bytes - sum(count.nbytes for count in counts.values())
-        scratch, held, graphs = self.generation.spill, 0, {}
+        scratch, held, away, graphs = self.generation.spill, 0, 0, {}
         for name in names:
             self._stages.begin("graph", name)
             source, _, target = self.inputs.types[name]
             share = (memory - held) // 2
-            with of_share(share, self.options.memory_bytes, parts=2):
+            # of more memory some that were put away would stay
+            with of_share(share, self.options.memory_bytes, 2, away):
                 graph = open_graph(
                     self.inputs.graphs[name], nodes=layouts[target].rows, source_nodes=layouts[source].rows,
                     memory_bytes=share, scratch_dir=scratch, key=self.options.graph_key.get(name),
@@ -147,6 +148,7 @@ class TypedOrders(Orders):
                     count_block(block, counts[source], 0, len(counts[source]))
                 release_pages(graph.indices, 0, graph.edges)
             if held + graph.held_bytes > memory // _HELD_SHARE:
+                away += graph.held_bytes
                 graph = put_away(graph, scratch)
             held += graph.held_bytes
             graphs[name] = graph

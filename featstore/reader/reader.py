@@ -160,7 +160,7 @@ class Reader(Shown):
     def _start_process(self) -> None:
         """Open what belongs to this process: the engine, threads, locks."""
         closed_later()
-        self._pid, self._counts = os.getpid(), Counts()
+        self._counts = Counts()
         threads = self._threads or (self.model.threads if self.engine.name == "uring" else None)
         sizes = self.queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
         helpers = min(4, available_cores(), self._threads or 4) - 1
@@ -168,7 +168,8 @@ class Reader(Shown):
         self._planner = Planner(self.model, self.budget, self._counts, self._helpers)
         self._requests, engine = Permits(IN_FLIGHT_MAX), make(self.engine.name, *sizes, threads)
         self._feeder = Feeder(engine, self._counts, self.store.path)
-        self._engine = engine  # at last: whoever closes finds all of them, or none
+        # at last, the process after the engine: who closes, or reads in a child, finds all of them or none
+        self._engine, self._pid = engine, os.getpid()
 
     def _load_kernels(self) -> None:
         """Load all that a read runs, by reading nothing; see ``load_kernels`` of ``TableState``."""

@@ -73,6 +73,7 @@ class ProximityOrder(TrainingOrder):
         seed: int = 0, redraw: bool = True, trainers: int = 1,
     ) -> None:  # fmt: skip
         self._graph = _graph_given(graph)
+        self._mark = _mark_of(self._graph)
         nodes = self._graph.table.rows if isinstance(self._graph, StoredGraph) else len(self._graph[0]) - 1
         super().__init__(checked_train(train, nodes), nodes, batch_size, labels, seed, trainers)
         self.redraw = as_flag(redraw, "redraw")
@@ -129,7 +130,7 @@ class ProximityOrder(TrainingOrder):
 
     def _identity(self) -> dict[str, Any]:
         own = {"order": "proximity", "nodes": self.node_count, "redraw": self.redraw}
-        return own | {"graph": _mark_of(self._graph)} | super()._identity()
+        return own | {"graph": self._mark} | super()._identity()
 
 
 def _mark_of(graph: StoredGraph | tuple[NDArray[np.int64], NDArray[Any]]) -> str:

@@ -17,6 +17,7 @@ from cli_support import Call, parsed
 
 import featstore
 from featstore.errors import ArgumentError, SourceError
+from featstore.storage.generations import writer_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 X = np.arange(4096, dtype=np.float32).reshape(1024, 4)
@@ -59,6 +60,9 @@ def test_what_cannot_be_looked_at_hides_nothing_of_the_store(call: Call, compile
 def test_a_trace_that_has_lost_its_manifest_is_told(call: Call, compiled: Path) -> None:
     (compiled / "packs" / "mine" / "featstore.json").unlink()
     assert "packs/mine" in call("verify", compiled, code=3).stdout
+    with writer_lock(compiled / "packs" / "mine"):  # who makes it, or removes it
+        told = call("verify", compiled)
+    assert "is not verified" in told.stderr
     shutil.rmtree(compiled / "packs" / "mine")
     (compiled / "packs" / "notes").mkdir()
     (compiled / "packs" / "readme.txt").write_text("mine")
@@ -93,6 +97,10 @@ def test_what_is_cut_of_several_graphs_is_said_of_none_alone(call: Call, tmp_pat
     featstore.pack(tmp_path / "s", {"a": X, "b": X}, graph=edges, order="ldg", partitions=4).close()
     data = parsed(call("inspect", tmp_path / "s", "--json"))
     assert {graph["edge_cut"] for graph in data["graphs"].values()} == {None}
+    featstore.pack(tmp_path / "two", {"a": X, "b": X}, graph={("a", "to", "b"): edges["a", "to", "b"]},
+                   order="ldg", partitions=4).close()  # fmt: skip
+    data = parsed(call("inspect", tmp_path / "two", "--json"))
+    assert [0 < graph["edge_cut"] < 1 for graph in data["graphs"].values()] == [True]
     featstore.pack(tmp_path / "one", X, graph=edges["a", "to", "b"], order="ldg", partitions=4).close()
     data = parsed(call("inspect", tmp_path / "one", "--json"))
     assert 0 < data["graphs"]["features"]["edge_cut"] < 1

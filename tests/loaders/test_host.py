@@ -268,6 +268,9 @@ def test_ranks_stand_where_all_of_them_were_after_an_error_in_a_step(
                 state = loader.state_dict()
                 after = [drawn(batch) for batch in loader]
                 loader.load_state_dict(state)
+                calls[0] = failing - 2  # again in the first step after a state was loaded
+                with pytest.raises(FeatstoreError, match="no such device"):
+                    list(loader)
                 return begun, state, after, [drawn(batch) for batch in loader]
 
     steps = (failing - 1) // RANKS

@@ -50,12 +50,27 @@ def test_a_cell_between_quotes_is_one(tmp_path: Path, between: str, cell: str) -
         assert ends_of(open_graph(path, nodes=8)) == [(1, 2), (6, 7)]
 
 
+def test_quotes_after_blanks_and_other_separators_in_them(tmp_path: Path) -> None:
+    path = tmp_path / "edges.csv"
+    path.write_text('title, "year, month", source, target, weight\na, "2020, 5", 1, 2, 7\n')
+    with pytest.warns(FeatstoreWarning, match="not stored"):
+        assert ends_of(open_graph(path, nodes=8)) == [(1, 2)]
+    path.write_text('"a;b",source,target\nx;y,1,2\n')
+    with pytest.warns(FeatstoreWarning, match="not stored: a;b"):
+        assert ends_of(open_graph(path, nodes=8)) == [(1, 2)]
+    path.write_text("src,src,dst\n1,2,3\n")
+    with pytest.raises(SourceError, match="two columns are called 'src'"):
+        open_graph(path, nodes=8)
+
+
 def test_what_quotes_leave_open_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "edges.csv"
     path.write_text('genres,source,target\n0,1,2\n"3, 4,5\n",6,7\n')
     with (
         pytest.warns(FeatstoreWarning, match="genres"),
-        pytest.raises(SourceError, match=re.escape("line 3 ('\"3, 4,5') has no integers in columns 2 and 3")),
+        pytest.raises(
+            SourceError, match=re.escape("line 3 ('\"3, 4,5') has no integers in columns 2 and 3, or a quote")
+        ),
     ):
         open_graph(path, nodes=8)
     path.write_text('"my source" source target\n0 1 2\n')
@@ -169,6 +184,21 @@ def test_a_batch_without_rows_says_nothing_of_those_after_it(tmp_path: Path, kin
             open_rows(path)
 
 
+def test_a_shard_without_rows_is_one(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    whole = pa.table({name: X[:, k] for k, name in enumerate("abc")})
+    for number, part in enumerate([whole.slice(0, 0), whole]):
+        with pa.ipc.new_file(str(tmp_path / f"{number}.arrow"), whole.schema) as file:
+            for batch in part.to_batches() or [
+                pa.RecordBatch.from_arrays(
+                    [pa.array([], one.type) for one in whole.schema], schema=whole.schema
+                )
+            ]:
+                file.write_batch(batch)
+    rows = open_rows(tmp_path / "*.arrow")
+    assert np.array_equal(np.concatenate([block.copy() for block in rows.blocks(0, 9)]), X)
+
+
 # What a budget is said to need.
 
 
@@ -211,6 +241,27 @@ def test_the_budget_that_is_named_while_a_graph_is_opened_is_enough(tmp_path: Pa
 # Inputs that change.
 
 
+def test_chunks_of_any_names_are_looked_at(tmp_path: Path) -> None:
+    """As featstore writes them, and zarr with that separator."""
+    zarr = pytest.importorskip("zarr")
+    named = {"name": "default", "separator": "."}
+
+    def make(more: float) -> None:
+        made = zarr.create_array(
+            str(tmp_path / "x"), shape=X.shape, dtype=X.dtype, chunks=(7, 3), chunk_key_encoding=named,
+            overwrite=True,
+        )  # fmt: skip
+        made[...] = X + more
+
+    make(0)
+    assert (tmp_path / "x" / "c.1.0").is_file()
+    with pytest.raises(Lost):
+        featstore.pack(tmp_path / "s", tmp_path / "x", disk=FailingDisk(20))
+    make(1)
+    with pytest.raises(SourceError, match="cannot resume"):
+        featstore.pack(tmp_path / "s", tmp_path / "x", resume=True)
+
+
 def test_a_zarr_array_in_memory_is_not_gone_on_with_as_another(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
 
@@ -223,6 +274,7 @@ def test_a_zarr_array_in_memory_is_not_gone_on_with_as_another(tmp_path: Path) -
         featstore.pack(tmp_path / "s", array(0), disk=FailingDisk(20))
     with pytest.raises(SourceError, match="cannot resume"):
         featstore.pack(tmp_path / "s", array(1), resume=True)
+    featstore.pack(tmp_path / "s", array(0), resume=True).close()  # equal, in another place in memory
 
 
 @pytest.mark.parametrize("kind", ["pandas", "arrow"])

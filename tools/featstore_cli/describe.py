@@ -151,6 +151,7 @@ def describe_graph(g: Any) -> dict[str, Any]:
             "edge_share": copied / g.edges if g.edges else 0.0,
             "bytes": size(entry.hubs.sources) + sum(map(size, edge_parts(entry.hubs).values())),
         }
+    of_several = "types" in g.table.entry.order.parameters and len(g.table.store.graphs) > 1
     own, order = [entry.offsets, entry.sources, *parts.values()], g.table.entry.order.parameters
     return {
         "table": entry.table,
@@ -161,7 +162,7 @@ def describe_graph(g: Any) -> dict[str, Any]:
         "dtype": entry.sources.dtype,
         **{part: parts[part].dtype if part in parts else None for part in ("edge_ids", "weights", "times")},
         "bytes": sum(map(size, own)) + (hubs["bytes"] if hubs else 0),
-        "edge_cut": None if "types" in order else order.get("edge_cut"),  # else that of several graphs
+        "edge_cut": None if of_several else order.get("edge_cut"),  # of all of them together
         "hubs": hubs,
     }
 

@@ -56,6 +56,7 @@ def command(
     --html writes a page with charts, which every edge of the graphs is read for.
     """
     import featstore
+    from featstore.storage.whole_files import check_writable
     from featstore.trace.trace import is_trace
     from featstore_cli.compiled import compiled_of
     from featstore_cli.describe import describe_store
@@ -81,6 +82,8 @@ def command(
 
         inspect_trace(store, as_json)
         return
+    if html is not None:
+        check_writable(html, overwrite)  # before the work
     with featstore.open(store) as opened:
         if train is not None and train not in opened.arrays:
             known = ", ".join(opened.arrays) or "none"
@@ -104,10 +107,9 @@ def command(
 def _write_report(
     store: Any, data: dict[str, Any], to: Path, stats: Path | None, memory: int, overwrite: bool
 ) -> None:
-    from featstore.storage.whole_files import check_writable, write_whole
+    from featstore.storage.whole_files import write_whole
     from featstore_cli.html_report import page
 
-    check_writable(to, overwrite)  # before the work
     run = None if stats is None else _saved_run(stats)
     with progress("looking", unit="steps") as tell:
         text = page(store, data, run, memory, tell)

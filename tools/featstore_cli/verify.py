@@ -97,9 +97,22 @@ def _compiled_in(store: Path) -> list[Path]:
         if unfinished:
             remark(f"{path} holds an unfinished compiled trace, which is not verified")
         left = not unfinished and any(_GENERATION.fullmatch(name) for name in names)
-        if left or "featstore.json" in names:
+        if "featstore.json" in names or (left and not _is_busy(path)):
             found.append(path)
     return found
+
+
+def _is_busy(path: Path) -> bool:
+    """Whether another process makes a compiled trace there, or removes one; said where it does."""
+    from featstore.errors import StoreLockedError
+    from featstore.storage.generations import writer_lock
+
+    try:
+        with writer_lock(path, look=True):
+            return False
+    except StoreLockedError as error:
+        remark(f"{path} is not verified: {error}")
+        return True
 
 
 def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str, Any]:
@@ -117,7 +130,8 @@ def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str
     except IncompleteStoreError as error:
         if not path.exists():  # removed meanwhile
             return found | {"ok": True, "because": "it is gone"}
-        return found | {"because": str(error)}
+        because = "it has no featstore.json: compile it again, or remove what is left of it (featstore gc)"
+        return found | {"because": because if (path.parent / path.name).is_dir() else str(error)}
     except (FeatstoreError, OSError) as error:
         known = isinstance(error, FormatError) and not isinstance(error, FormatVersionError)
         return found | {"unknown": not known, "because": str(error)}

@@ -27,7 +27,7 @@ from featstore import arguments as args
 from featstore.base.ids import as_integers
 from featstore.base.memory import check_machine
 from featstore.base.state import position_of, state_of
-from featstore.compile.budget import ASKED_AHEAD, read_together
+from featstore.compile.budget import ASKED_AHEAD, MAP_BYTES, read_together
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.assembly import Assembly, Pending
 from featstore.loaders.compiled.options import check_loader_options
@@ -135,7 +135,9 @@ class CompiledLoader(PrefetchingLoader):
             raise BudgetError(needed, self._memory_bytes, hold)
         check_machine(needed, hold)
         depth = self.compiled.depth_within(self._memory_bytes, least)
-        return said or self._memory_bytes - self.compiled.needed_bytes(depth), depth
+        left = self._memory_bytes - self.compiled.needed_bytes(depth)
+        maps = MAP_BYTES * sum(self.compiled.limits(name).slots for name in self.compiled.entry.tables)
+        return said or max(least, left - maps), depth
 
     def _checked_order(self, order: Order | None) -> Order | None:
         if order is None:

@@ -28,7 +28,7 @@ from featstore.packing.sources.lines import line_chunks
 
 ANY = 0  # of commas, semicolons, tabs and blanks parts the columns of a line
 _TAB, _COMMA, _SEMICOLON = b"\t,;"
-_QUOTE = 34
+_QUOTE, _QUOTED = 34, rb'"(?:[^"]|"")*"'
 
 
 @njit(**INLINED)
@@ -138,14 +138,17 @@ class TextEdges:
             both = bool(words & {*SOURCE_NAMES} and words & {*TARGET_NAMES})  # parted by blanks
             if b"\t" in text and (self._is_tsv or not (both or re.search(others, first_cell))):
                 self._kind, self._parted = _TAB, rb" *\t *"
-            elif is_header and {*text} & {_COMMA, _SEMICOLON}:
-                self._kind, self._parted = self._one_of_both(text), rb"\s*[,;]\s*"
+            elif is_header and {*(bare := re.sub(_QUOTED, b"", text))} & {_COMMA, _SEMICOLON}:
+                self._kind, self._parted = self._one_of_both(bare), rb"\s*[,;]\s*"
             if is_header:
                 self._header_lines = number + 1
                 names = self._cells(line.strip(b" \r") if self._kind == _TAB else text)
                 while names and not names[-1]:
                     names.pop()
                 ends = ends_of(names) if self._key is None else self._ends_named(names)
+                twice = next((names[k] for k in ends or () if names.count(names[k]) > 1), None)
+                if twice is not None:
+                    raise SourceError(f"{self.name}: two columns are called {twice!r}; rename one of them")
                 if ends is not None:
                     self._columns = ends
                     if self._key is None:
@@ -168,7 +171,7 @@ class TextEdges:
 
     def _cells(self, header: bytes) -> list[str]:
         """The names in a header, in lower case."""
-        quoted = re.findall(rb'"((?:[^"]|"")*)"', header)
+        quoted = re.findall(_QUOTED, header)
         if self._kind == ANY and re.search(rb"[,;\t ]", b"".join(quoted)):
             raise SourceError(
                 f"{self.name}: the first line has blanks between quotes, {header[:80]!r}, and blanks part "
@@ -176,7 +179,8 @@ class TextEdges:
             )
         if self._kind == ANY or not quoted:
             return _names(re.split(self._parted, header))
-        return [cell.strip(" \"'").lower() for cell in line_cells(header, self._kind, self.name)]
+        cells = line_cells(header, self._kind, self.name, blanks=True)
+        return [cell.strip(" \"'").lower() for cell in cells]
 
     def _ends_named(self, names: list[str]) -> tuple[int, int]:
         return ends_named(str(self._key).lower(), names, self.name)
@@ -210,8 +214,8 @@ class TextEdges:
                 line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")
                 raise SourceError(
                     f"{self.name}: line {number:,} ({line!r}) has no integers in columns "
-                    f"{self._columns[0] + 1} and {self._columns[1] + 1}; write one edge a line, as "
-                    "source and target"
+                    f"{self._columns[0] + 1} and {self._columns[1] + 1}, or a quote that does not end there; "
+                    "write one edge a line, as source and target"
                 )
             for low in range(0, pairs, block_edges):
                 high = min(pairs, low + block_edges)

@@ -267,18 +267,24 @@ def sample_crc32(array: NDArray[Any], samples: int = 64) -> int:
 def file_fingerprint(kind: str, path: Path, **more: str | int) -> dict[str, str | int]:
     """Kind, absolute path, size and time of last change of a file, for `FeatureSource.fingerprint`. Raises
     SourceError, for a path that is no text, too."""
-    status, name = stat_of(path), str(path.absolute())
+    status = stat_of(path)
+    identity: dict[str, str | int] = {
+        "path": text_of(path),
+        "size_bytes": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+    }
+    return {"kind": kind, **identity, **more}
+
+
+def text_of(path: Path) -> str:
+    """A path, absolute, as it is kept. Raises SourceError for one that is no text."""
+    name = str(path.absolute())
     if name.encode(errors="replace").decode() != name:
         raise SourceError(
             f"{path}: this path is no UTF-8, and a pack keeps the paths of its inputs: rename it, or give a "
             "link to it with another name"
         )
-    identity: dict[str, str | int] = {
-        "path": name,
-        "size_bytes": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-    }
-    return {"kind": kind, **identity, **more}
+    return name
 
 
 def stat_of(path: Path) -> os.stat_result:

@@ -90,11 +90,13 @@ def separator_of(path: Path) -> int | None:
     return COMMA if name.endswith(".csv") else _TAB if name.endswith(".tsv") else None
 
 
-def line_cells(line: bytes, separator: int, name: str) -> list[str]:
-    """The cells of one line, that of names for instance. Raises SourceError."""
+def line_cells(line: bytes, separator: int, name: str, *, blanks: bool = False) -> list[str]:
+    """The cells of one line, that of names for instance. ``blanks``: those before a quote are passed over.
+    Raises SourceError."""
     text = line.decode("utf-8-sig", "replace").rstrip("\r\n")
     try:
-        return [cell.strip() for cell in next(csv.reader([text], delimiter=chr(separator)), [])]
+        rows = csv.reader([text], delimiter=chr(separator), skipinitialspace=blanks)
+        return [cell.strip() for cell in next(rows, [])]
     except csv.Error as error:
         raise SourceError(f"{name}: its first line cannot be read ({error})") from error
 

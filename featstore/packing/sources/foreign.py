@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import SourceError
 from featstore.packing.sources.arrays import SlicedRows
-from featstore.packing.sources.base import dtype_text, file_fingerprint, import_extra, stat_of
+from featstore.packing.sources.base import dtype_text, file_fingerprint, import_extra, stat_of, text_of
 from featstore.packing.sources.columns import check_beside
 from featstore.packing.sources.memory import TensorRows
 
@@ -27,7 +27,7 @@ __all__ = ["TorchFileRows", "ZarrRows", "load_tensor", "zarr_rows"]
 # zarr-python decodes this many chunks at a time (its `async.concurrency`).
 ZARR_CONCURRENCY = 10
 # Names in the folder of an array: what tells of it, and chunks.
-_OF_AN_ARRAY = re.compile(r"zarr\.json|\.z[a-z]+|c|[0-9.]+")
+_OF_AN_ARRAY = re.compile(r"zarr\.json|\.z[a-z]+|c(\.[0-9]+)*|[0-9.]+")
 
 
 class ZarrRows(SlicedRows):
@@ -62,15 +62,19 @@ class ZarrRows(SlicedRows):
             "key": str(self._array.path),
         }
         if self._path is None:
-            return super().fingerprint() | {"kind": "zarr", "store": str(self._array.store), **more}
+            if type(self._array.store).__name__ == "MemoryStore":  # whose name tells processes apart
+                return super().fingerprint() | {"kind": "zarr", **more}
+            return {"kind": "zarr", "store": str(self._array.store), **more}
         crc, size_bytes, own = 0, 0, self._path / self._array.path
+        text_of(own)
         for folder, folders, files in os.walk(own):
             if Path(folder) == own:  # beside which other things may lie
                 folders[:], files[:] = (filter(_OF_AN_ARRAY.fullmatch, some) for some in (folders, files))
             folders.sort()
             for file in sorted(files):
                 status = stat_of(Path(folder) / file)
-                crc = zlib.crc32(f"{folder}/{file} {status.st_size} {status.st_mtime_ns}".encode(), crc)
+                name = os.fsencode(f"{folder}/{file}")
+                crc = zlib.crc32(name + f" {status.st_size} {status.st_mtime_ns}".encode(), crc)
                 size_bytes += status.st_size
         return {
             "kind": "zarr",

@@ -56,7 +56,7 @@ def shard_paths(spec: Any) -> list[Path] | None:
     if folder := next((one for one in shown if one in above), None):
         raise SourceError(
             f"{path}: both the folder {folder} and files in it have such a name, and their rows would stand "
-            f"twice: say which files, such as {path / '*.npy' if path.name == '**' else path}"
+            "twice: say which files, by an ending such as *.npy, or give a list of paths"
         )
     if not shown:
         hidden = f", but for {len(found):,} that begin with . or _" if found else ""

@@ -84,10 +84,11 @@ def open_arrow(path: Path) -> Any:
 
 def arrow_batches(
     path: Path, columns: list[str] | None = None, group: int = 0, block_rows: int = ID_BATCH_ROWS, *,
-    name: str = "",
+    name: str = "", empty: bool = False,
 ) -> Iterator[Any]:  # fmt: skip
     """Record batches of some columns, or of all: from a row group on, of ``block_rows`` at most (Parquet), or
-    all batches as they are (Arrow). Raises SourceError."""
+    all batches as they are (Arrow), those without rows left out, but for a first one where ``empty`` is true.
+    Raises SourceError."""
     arrow = import_extra("pyarrow", "arrow", str(path))
     try:
         with open_arrow(path) as file:
@@ -99,8 +100,8 @@ def arrow_batches(
                 return
             counted = hasattr(file, "num_record_batches")
             batches = map(file.get_batch, range(file.num_record_batches)) if counted else file
-            for batch in batches:
-                if batch.num_rows:
+            for number, batch in enumerate(batches):
+                if batch.num_rows or (empty and not number):
                     yield batch if columns is None else batch.select(columns)
     except (arrow.ArrowException, OSError) as error:
         raise SourceError(
@@ -123,7 +124,7 @@ class ColumnRows(FeatureSource):
         self._check_names(described, label)
         self._listed = described[self.chosen.taken[0]].kind == "list"
         self.name, self.rows = label, rows
-        first = next(self._batches(0, 1, self._columns), None)
+        first = next(self._batches(0, 1, self._columns), None) or self._empty_batch()
         if first is None:
             raise SourceError(f"{label}: has no rows, so the shape of a row is unknown")
         block = self._as_rows(first.slice(0, 1), None, 0)
@@ -132,8 +133,12 @@ class ColumnRows(FeatureSource):
         row_bytes = max(1, block.nbytes)
         self._batch_rows = max(1, BATCH_BYTES // row_bytes)
         super().__init__(label, rows, shape, block.dtype, held_bytes=self._held_bytes(row_bytes, first))
-        if columns is None and len(self._columns) > 1:
+        if columns is None and len(self._columns) > 1 and first.num_rows:
             refuse_id_values(self._first_rows(), self._columns, label)
+
+    def _empty_batch(self) -> Any:
+        """A batch without rows that tells their shape, where there are no others; None for none."""
+        return None
 
     def _first_rows(self) -> NDArray[Any]:
         """As many as are looked at for what they are, of one batch or several."""
@@ -301,6 +306,14 @@ class ArrowRows(ColumnRows):
     def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:
         """Record batches from a row group on (Parquet), or all of them (Arrow)."""
         return arrow_batches(self.path, columns, group, block_rows, name=self.name)
+
+    def _empty_batch(self) -> Any:
+        if self._is_parquet:
+            return None
+        found = next(arrow_batches(self.path, self._columns, name=self.name, empty=True), None)
+        known = self._arrow.types.is_list, self._arrow.types.is_large_list
+        listed = found is not None and any(is_kind(one.type) for one in found.columns for is_kind in known)
+        return None if listed else found
 
     def _count_rows(self) -> int | None:
         """Rows by the batches' metadata; None for the stream format, which has no directory of batches."""
