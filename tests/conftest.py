@@ -122,8 +122,8 @@ MUCH_ALIKE = {
 }  # fmt: skip
 
 
-#: Tests that take seconds, by file and name, the longest first: where all tests are run, every third one is
-#: on one day, and the others on the two after it.
+#: Tests that take seconds, by file and name, the longest first: where all tests are run, every fourth one
+#: is on one day, and the others on the three after it.
 LONG_TESTS = Path(__file__).with_name("long_tests.txt").read_text().split()
 
 
@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             another_day = pytest.mark.skip(
                 reason="long, and of another day's run: --thorough, or name its file"
             )
-            left = {name for place, name in enumerate(LONG_TESTS) if place % 3 != TURN % 3}
+            left = {name for place, name in enumerate(LONG_TESTS) if place % 4 != TURN % 4}
             for item in items:
                 if name_of(item) in left:
                     item.add_marker(another_day)
@@ -189,7 +189,7 @@ def some_of(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
             found.append(most := max(order, key=lambda item: len(values[item] & left)))
             left -= values[most]
     if getattr(cases[0], "originalname", None) in MUCH_ALIKE and len(found) > 1:
-        half = TURN // 3 % 2  # what takes long has its turn every third day
+        half = TURN // 4 % 2  # what takes long has its turn every fourth day
         found = [item for number, item in enumerate(found) if number % 2 == half]
     return found
 

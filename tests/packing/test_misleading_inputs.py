@@ -58,6 +58,8 @@ def test_quotes_after_blanks_and_other_separators_in_them(tmp_path: Path) -> Non
     path.write_text('"a;b",source,target\nx;y,1,2\n')
     with pytest.warns(FeatstoreWarning, match="not stored: a;b"):
         assert ends_of(open_graph(path, nodes=8)) == [(1, 2)]
+    path.write_text("paper,paper\n1,2\n")
+    assert ends_of(open_graph(path, nodes=8)) == [(1, 2)]
     path.write_text("src,src,dst\n1,2,3\n")
     with pytest.raises(SourceError, match="two columns are called 'src'"):
         open_graph(path, nodes=8)
@@ -246,20 +248,33 @@ def test_chunks_of_any_names_are_looked_at(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     named = {"name": "default", "separator": "."}
 
-    def make(more: float) -> None:
-        made = zarr.create_array(
-            str(tmp_path / "x"), shape=X.shape, dtype=X.dtype, chunks=(7, 3), chunk_key_encoding=named,
-            overwrite=True,
-        )  # fmt: skip
-        made[...] = X + more
-
-    make(0)
+    made = zarr.create_array(
+        str(tmp_path / "x"), shape=X.shape, dtype=X.dtype, chunks=(7, 3), chunk_key_encoding=named
+    )
+    made[...] = X
+    described = (tmp_path / "x" / "zarr.json").stat().st_mtime_ns
     assert (tmp_path / "x" / "c.1.0").is_file()
     with pytest.raises(Lost):
         featstore.pack(tmp_path / "s", tmp_path / "x", disk=FailingDisk(20))
-    make(1)
+    zarr.open_array(str(tmp_path / "x"), mode="r+")[...] = X + 1
+    assert (tmp_path / "x" / "zarr.json").stat().st_mtime_ns == described
     with pytest.raises(SourceError, match="cannot resume"):
         featstore.pack(tmp_path / "s", tmp_path / "x", resume=True)
+
+
+def test_an_archive_of_zarr_is_not_gone_on_with_as_another(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+
+    def array(more: float) -> Any:
+        (tmp_path / "x.zip").unlink(missing_ok=True)
+        with zarr.storage.ZipStore(tmp_path / "x.zip", mode="w") as store:
+            zarr.create_array(store, shape=X.shape, dtype=X.dtype, chunks=(20, 3))[...] = X + more
+        return zarr.open_array(zarr.storage.ZipStore(tmp_path / "x.zip", mode="r"), mode="r")
+
+    with pytest.raises(Lost):
+        featstore.pack(tmp_path / "s", array(0), disk=FailingDisk(20))
+    with pytest.raises(SourceError, match="cannot resume"):
+        featstore.pack(tmp_path / "s", array(1), resume=True)
 
 
 def test_a_zarr_array_in_memory_is_not_gone_on_with_as_another(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def _compiled_in(store: Path) -> list[Path]:
 
 def _is_busy(path: Path) -> bool:
     """Whether another process makes a compiled trace there, or removes one; said where it does."""
-    from featstore.errors import StoreLockedError
+    from featstore.errors import FeatstoreError, StoreLockedError
     from featstore.storage.generations import writer_lock
 
     try:
@@ -113,6 +113,8 @@ def _is_busy(path: Path) -> bool:
     except StoreLockedError as error:
         remark(f"{path} is not verified: {error}")
         return True
+    except (FeatstoreError, OSError):  # which is told when it is looked at
+        return False
 
 
 def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str, Any]:
@@ -130,8 +132,12 @@ def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str
     except IncompleteStoreError as error:
         if not path.exists():  # removed meanwhile
             return found | {"ok": True, "because": "it is gone"}
+        if (path / "featstore.json").exists():
+            return found | {"because": str(error)}
+        if _is_busy(path):  # it was there when they were listed
+            return found | {"ok": True, "because": "it is being made or removed"}
         because = "it has no featstore.json: compile it again, or remove what is left of it (featstore gc)"
-        return found | {"because": because if (path.parent / path.name).is_dir() else str(error)}
+        return found | {"because": because}
     except (FeatstoreError, OSError) as error:
         known = isinstance(error, FormatError) and not isinstance(error, FormatVersionError)
         return found | {"unknown": not known, "because": str(error)}

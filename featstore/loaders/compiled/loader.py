@@ -134,10 +134,10 @@ class CompiledLoader(PrefetchingLoader):
         if needed > self._memory_bytes:
             raise BudgetError(needed, self._memory_bytes, hold)
         check_machine(needed, hold)
-        depth = self.compiled.depth_within(self._memory_bytes, least)
-        left = self._memory_bytes - self.compiled.needed_bytes(depth)
         maps = MAP_BYTES * sum(self.compiled.limits(name).slots for name in self.compiled.entry.tables)
-        return said or max(least, left - maps), depth
+        depth = self.compiled.depth_within(self._memory_bytes, least + maps)
+        left = self._memory_bytes - self.compiled.needed_bytes(depth) - maps
+        return said or max(least, left), depth
 
     def _checked_order(self, order: Order | None) -> Order | None:
         if order is None:

@@ -147,7 +147,7 @@ class TextEdges:
                     names.pop()
                 ends = ends_of(names) if self._key is None else self._ends_named(names)
                 twice = next((names[k] for k in ends or () if names.count(names[k]) > 1), None)
-                if twice is not None:
+                if twice is not None and len(names) > 2:  # else they are the two, whatever they are called
                     raise SourceError(f"{self.name}: two columns are called {twice!r}; rename one of them")
                 if ends is not None:
                     self._columns = ends

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.system import is_regular
 from featstore.errors import SourceError
 from featstore.packing.sources.arrays import SlicedRows
 from featstore.packing.sources.base import dtype_text, file_fingerprint, import_extra, stat_of, text_of
@@ -53,8 +54,8 @@ class ZarrRows(SlicedRows):
         return self._path is not None
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Path, and a CRC over name, size and time of change of each file of the array; shape, dtype
-        and a CRC of some rows otherwise."""
+        """Path, and a CRC over name, size and time of change of each file of the array; of an archive its own
+        size and time; in memory a CRC of some rows; elsewhere its name, and what shape it has."""
         shape = ",".join(map(str, self._array.shape))
         more: dict[str, str | int] = {
             "shape": shape,
@@ -64,6 +65,9 @@ class ZarrRows(SlicedRows):
         if self._path is None:
             if type(self._array.store).__name__ == "MemoryStore":  # whose name tells processes apart
                 return super().fingerprint() | {"kind": "zarr", **more}
+            file = getattr(self._array.store, "path", None)
+            if isinstance(file, Path) and is_regular(file):  # an archive
+                return file_fingerprint("zarr", file, **more)
             return {"kind": "zarr", "store": str(self._array.store), **more}
         crc, size_bytes, own = 0, 0, self._path / self._array.path
         text_of(own)
