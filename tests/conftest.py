@@ -105,8 +105,8 @@ EVERY_CASE = (
     "engine/", "storage/", "faults/test_read_errors.py", "properties/test_roundtrip.py", "golden/",
 )  # fmt: skip
 
-#: Which cases are left out changes from day to day; a run is repeated by the number that it says.
-TURN = int(os.environ.get("TEST_TURN", time.time() // 86400))
+#: Which cases are left out changes from hour to hour; a run is repeated by the number that it says.
+TURN = int(os.environ.setdefault("TEST_TURN", str(int(time.time() // 3600))))  # the same in all workers
 
 #: Tests of many cases that are much alike, and take a second of a core each: half of them are tried.
 MUCH_ALIKE = {
@@ -122,8 +122,8 @@ MUCH_ALIKE = {
 }  # fmt: skip
 
 
-#: Tests that take seconds, by file and name, the longest first: where all tests are run, every fourth one
-#: is on one day, and the others on the three after it.
+#: Tests that take seconds, by file and name, the longest first: where all tests are run, every fifth one is
+#: in one hour, and the others in the four after it.
 LONG_TESTS = Path(__file__).with_name("long_tests.txt").read_text().split()
 
 
@@ -145,13 +145,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_test: dict[str, list[pytest.Item]] = {}
         named = config.option.keyword or config.option.markexpr
         if not named and [Path(one).resolve() for one in config.args] == [Path(__file__).parent]:
-            another_day = pytest.mark.skip(
-                reason="long, and of another day's run: --thorough, or name its file"
+            another_hour = pytest.mark.skip(
+                reason="long, and of another hour's run: --thorough, or name its file"
             )
-            left = {name for place, name in enumerate(LONG_TESTS) if place % 4 != TURN % 4}
+            left = {name for place, name in enumerate(LONG_TESTS) if place % 5 != TURN % 5}
             for item in items:
                 if name_of(item) in left:
-                    item.add_marker(another_day)
+                    item.add_marker(another_hour)
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(left_out)
@@ -189,7 +189,7 @@ def some_of(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
             found.append(most := max(order, key=lambda item: len(values[item] & left)))
             left -= values[most]
     if getattr(cases[0], "originalname", None) in MUCH_ALIKE and len(found) > 1:
-        half = TURN // 4 % 2  # what takes long has its turn every fourth day
+        half = TURN // 5 % 2  # what takes long has its turn every fifth hour
         found = [item for number, item in enumerate(found) if number % 2 == half]
     return found
 

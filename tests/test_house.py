@@ -126,7 +126,7 @@ def test_what_is_allowed_is_not_found(name: str, allowed: str) -> None:
 
 
 def test_long_tests_are_there() -> None:
-    """Those that are divided among days, by their names."""
+    """Those that are divided among hours, by their names."""
     tests = Path(__file__).parent
     names = (tests / "long_tests.txt").read_text().split()
     assert len(set(names)) == len(names)
