@@ -156,7 +156,6 @@ class NeighborLoader:
         self.batch_size = batch_size
         self._order = np.argsort(self._seeds, kind="stable")
         self._input_ids = self._seeds if masked else None  # what PyG calls seeds of a mask by
-        checked_train(self._seeds, table.rows, repeated=True)
         self._times = _times(data, options, table.rows, self._type, self._seeds)
         self.loader = Loader(
             data, seeds=given, fanouts=fanouts, batch_size=batch_size,
@@ -330,7 +329,9 @@ def _times(store: OpenStore, options: dict[str, Any], nodes: int, kind: str | No
         return given
     name = options["time_attr"] if kind is None else f"{kind}.{options['time_attr']}"
     entry = store.manifest.arrays.get(name) if isinstance(name, str) else None
-    return None if entry is None or entry.shape != [nodes] else store.arrays[name][seeds]
+    if entry is None or entry.shape != [nodes]:
+        return None
+    return store.arrays[name][checked_train(seeds, nodes, repeated=True)]
 
 
 def _of_all(store: OpenStore, nodes: int, options: Mapping[str, Any]) -> list[str]:

@@ -57,6 +57,11 @@ class Wake:
         self._nothing.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
 
 
+def before_pools_end(call: Callable[[], None]) -> None:
+    """Have this called when the program ends, before thread pools are shut down, which may wait for it."""
+    getattr(threading, "_register_atexit", atexit.register)(call)
+
+
 class Permits:
     """A semaphore of ``count``; ``threading.Semaphore``, interrupted while it takes its lock, keeps it."""
 

@@ -74,10 +74,8 @@ def export_table(
     tell, memory_bytes = as_callback(progress, "progress"), parse_bytes(memory, "memory")
     opened = store if isinstance(store, OpenStore) else OpenStore(as_path(store, "store"))
     try:
-        _check_exported(opened)
+        _check_exported(opened, table)
         chosen = as_store(opened).table(known_name(table, opened.tables, "the store has no table"))
-        if table in opened.featureless:
-            raise ArgumentError(f"{opened.path}: {table!r} are nodes without features, so there are no rows")
         wanted = None if ids is None else _checked_ids(ids, chosen.rows)
         stored = dtype_from_name(chosen.entry.dtype)
         taken = None if columns is None else columns_of(columns, chosen.row_shape)
@@ -134,8 +132,10 @@ def _block_bytes(row_bytes: int, exported: Exported, stored: np.dtype[Any], cut:
     return written + row_bytes + (written if changed else 0) + between
 
 
-def _check_exported(store: OpenStore) -> None:
-    """Raise ArgumentError for a store whose tables are not rows by node id."""
+def _check_exported(store: OpenStore, table: str) -> None:
+    """Raise ArgumentError for a store whose tables are not rows by node id, and a table without rows."""
+    if table in store.featureless:
+        raise ArgumentError(f"{store.path}: {table!r} are nodes without features, so there are no rows")
     if store.manifest.compiled is not None:
         raise ArgumentError(
             f"{store.path} is a compiled trace, whose tables are laid out for its mini-batches: export from "

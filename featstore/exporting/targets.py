@@ -82,10 +82,7 @@ def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) 
 
 
 def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
-    if exported.dtype.kind not in "biufc" or exported.dtype.itemsize > _WIDEST[exported.dtype.kind]:
-        raise _no_type(path, exported, "zarr arrays that all implementations read")
-    if is_bfloat16(exported.dtype):
-        raise _no_type(path, exported, "zarr arrays that all implementations read")
+    _check_number(path, exported, "biufc", "zarr arrays that all implementations read")
     zarr = need_package("zarr", "zarr", f"{path}: writing this")
     if is_taken(path):  # a directory may hold what is not ours to remove
         raise StoreExistsError(f"{path} is there already: move it away, or export to another name")
@@ -108,9 +105,7 @@ def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool)
 
 
 def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
-    kind = exported.dtype.kind
-    if kind not in "biuf" or is_bfloat16(exported.dtype) or exported.dtype.itemsize > _WIDEST[kind]:
-        raise _no_type(path, exported, "Parquet")
+    _check_number(path, exported, "biuf", "Parquet")
     if len(exported.row_shape) > 1:
         raise ArgumentError(
             f"{path}: rows of table {exported.name!r} have {len(exported.row_shape)} axes, a column of "
@@ -145,6 +140,13 @@ _WIDEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of a number that fi
 KINDS: dict[str, Callable[[Path, Exported, RowBlocks, bool], None]] = {
     ".npy": _to_npy, ".zarr": _to_zarr, ".parquet": _to_parquet,
 }  # fmt: skip
+
+
+def _check_number(path: Path, exported: Exported, kinds: str, what: str) -> None:
+    """Raise ArgumentError for rows that are no numbers of these kinds, or of sizes that NumPy alone has."""
+    dtype = exported.dtype
+    if dtype.kind not in kinds or is_bfloat16(dtype) or dtype.itemsize > _WIDEST[dtype.kind]:
+        raise _no_type(path, exported, what)
 
 
 def _no_type(path: Path, exported: Exported, what: str) -> ArgumentError:

@@ -13,7 +13,6 @@ end say so, and serve on until all have.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import math
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 
 from featstore.base.error_text import first_line
 from featstore.base.process import OneProcess
-from featstore.base.threads import Wake, Worker
+from featstore.base.threads import Wake, Worker, before_pools_end
 from featstore.engine.request import Request
 from featstore.errors import ClosedError, FormatError, PeerError, SourceError
 from featstore.hosts import messages as ms
@@ -53,8 +52,7 @@ def _leave_all() -> None:
         exchange.close("has ended without closing the store")
 
 
-# before thread pools are shut down, after which rows that others ask for could not be read
-getattr(threading, "_register_atexit", atexit.register)(_leave_all)
+before_pools_end(_leave_all)  # after which rows that others ask for could not be read
 
 
 class Exchange(OneProcess):

@@ -10,8 +10,6 @@ What the modes (:mod:`featstore.loaders.modes`) differ in is which rows are want
 
 from __future__ import annotations
 
-import atexit
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from featstore.base.environment import MEMORY
 from featstore.base.logs import LOG
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
+from featstore.base.threads import before_pools_end
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.links import LinksOfRanks
@@ -51,8 +50,7 @@ def _close_all() -> None:
         loader.close()
 
 
-# before thread pools are shut down, whose work may wait for a loader to be closed
-getattr(threading, "_register_atexit", atexit.register)(_close_all)
+before_pools_end(_close_all)
 
 
 class Loader(Shown, LoaderBase):

@@ -30,7 +30,6 @@ from featstore.base.ids import (
     parse_ids,
     parse_row_places,
     rows_of,
-    unshared,
 )
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.threads import close_later
@@ -188,7 +187,7 @@ class TieredReader(Shown):
 
         Raises IdError, CorruptionError, DeviceError, ClosedError.
         """
-        request = self._submit(ids, out, None, copy=False)
+        request = self._submit(ids, out, None, waited_for=True)
         try:
             return request.result()
         except BaseException:
@@ -198,9 +197,9 @@ class TieredReader(Shown):
     def submit(self, ids: Any, *, out: Any = None, at: Any = None) -> Request:
         """Like :meth:`read`, but returns at once with a :class:`~featstore.engine.request.Request`; as
         :meth:`featstore.Reader.submit`."""
-        return self._submit(ids, out, at, copy=True)
+        return self._submit(ids, out, at, waited_for=False)
 
-    def _submit(self, ids: Any, out: Any, at: Any, copy: bool) -> Request:
+    def _submit(self, ids: Any, out: Any, at: Any, waited_for: bool) -> Request:
         top = self._check_open()
         # tiers look at ids again after they were checked: a caller who changes them must not be heard
         by_table = ByTable.parse(self.tables, ids, out, at, copy=True)
@@ -210,13 +209,12 @@ class TieredReader(Shown):
             self._check_ids(name, parsed.values)
             rows += len(parsed.values)
         flat = {name: self._flat(name, outs[name], parsed, at) for name, parsed in asked.items() if outs}
-        asked = {name: unshared(parsed, flat.values()) for name, parsed in asked.items()}
         to = {
             name: parse_row_places(places, len(asked[name].values), rows_of(flat[name]))
             for name, places in by_table.at.items()
         }
         # a source may serve who waits for it in his own thread, which saves waking up another
-        submit = top.submit if copy else getattr(top, "submit_waiting", top.submit)
+        submit = getattr(top, "submit_waiting", top.submit) if waited_for else top.submit
         below: Request = submit(
             {name: parsed.values for name, parsed in asked.items()}, out=flat or None, at=to or None
         )

@@ -151,8 +151,8 @@ def describe_graph(g: Any) -> dict[str, Any]:
             "edge_share": copied / g.edges if g.edges else 0.0,
             "bytes": size(entry.hubs.sources) + sum(map(size, edge_parts(entry.hubs).values())),
         }
-    of_several = "types" in g.table.entry.order.parameters and len(g.table.store.graphs) > 1
     own, order = [entry.offsets, entry.sources, *parts.values()], g.table.entry.order.parameters
+    of_several = "types" in order and len(g.table.store.graphs) > 1
     return {
         "table": entry.table,
         "nodes": g.table.rows,

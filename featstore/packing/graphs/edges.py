@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from featstore.errors import SourceError
 from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of, left_out
 from featstore.packing.sources.base import FileReader, import_extra
+from featstore.packing.sources.columns import refuse_twice
 from featstore.packing.sources.files import NpyHeader, read_npy_header
 from featstore.packing.sources.npz import MemberReader
 from featstore.packing.sources.tables import arrow_batches, open_arrow
@@ -183,9 +184,7 @@ class ArrowEdges:
             }
             held = [field.name for field in schema if field.name in named]
             chosen = [held[k] for k in ends_of(held) or ()]
-        twice = next((one for one in chosen if schema.names.count(one) > 1), None)
-        if twice is not None:
-            raise SourceError(f"{self.name}: two columns are called {twice!r}; rename one of them")
+        refuse_twice(schema.names, chosen, self.name)
         if len(chosen) != 2 or chosen[0] == chosen[1] or not set(chosen) <= set(integers):
             known = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise SourceError(

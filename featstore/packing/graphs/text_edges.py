@@ -24,6 +24,7 @@ from featstore.errors import SourceError
 from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_named, ends_of, left_out
 from featstore.packing.graphs.edges import Edges
 from featstore.packing.sources.cells import line_cells
+from featstore.packing.sources.columns import refuse_twice
 from featstore.packing.sources.lines import line_chunks
 
 ANY = 0  # of commas, semicolons, tabs and blanks parts the columns of a line
@@ -146,9 +147,8 @@ class TextEdges:
                 while names and not names[-1]:
                     names.pop()
                 ends = ends_of(names) if self._key is None else self._ends_named(names)
-                twice = next((names[k] for k in ends or () if names.count(names[k]) > 1), None)
-                if twice is not None and len(names) > 2:  # else they are the two, whatever they are called
-                    raise SourceError(f"{self.name}: two columns are called {twice!r}; rename one of them")
+                if len(names) > 2:  # else they are the two, whatever they are called
+                    refuse_twice(names, [names[k] for k in ends or ()], self.name)
                 if ends is not None:
                     self._columns = ends
                     if self._key is None:

@@ -23,6 +23,7 @@ from featstore.packing.graphs.edges import edge_axis
 from featstore.packing.keys.sources import KeysInMemory
 from featstore.packing.sources.base import file_fingerprint
 from featstore.packing.sources.cells import column_blocks, line_cells, separator_of
+from featstore.packing.sources.columns import refuse_twice
 from featstore.packing.sources.frames import frame_table, is_frame
 from featstore.packing.sources.lines import line_chunks
 from featstore.packing.sources.pyg import PygEdges
@@ -96,9 +97,7 @@ def _ends(names: Sequence[str], key: str | None, name: str, *, named: bool = Fal
             f"{name}: which of the columns {', '.join(names)} are the ends of an edge? Call them source and "
             "target, or say graph_key='source,target'"
         )
-    twice = next((names[k] for k in ends if list(names).count(names[k]) > 1), None)
-    if twice is not None:
-        raise SourceError(f"{name}: two columns are called {twice!r}; rename one of them")
+    refuse_twice(names, [names[k] for k in ends], name)
     left_out(name, [one for k, one in enumerate(names) if k not in ends])
     return ends
 

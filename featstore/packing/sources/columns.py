@@ -31,6 +31,7 @@ __all__ = [
     "KeyColumn",
     "choose_columns",
     "refuse_id_values",
+    "refuse_twice",
     "whole_ids",
 ]
 
@@ -174,6 +175,13 @@ def check_beside(shapes: Mapping[str, tuple[int, ...]], taken: str, name: str) -
             f"{name}: {taken!r} is packed, and not {', '.join(map(repr, others))} beside it: say "
             f"key={taken!r}, and give small arrays that are to be kept as arrays={{{others[0]!r}: ...}}",
         )
+
+
+def refuse_twice(names: Sequence[str], taken: Iterable[str], where: str) -> None:
+    """Raise SourceError where a column that is taken has a name that another one has, too."""
+    twice = next((name for name in taken if names.count(name) > 1), None)
+    if twice is not None:
+        raise SourceError(f"{where}: two columns are called {twice!r}; rename one of them")
 
 
 def refuse_id_values(values: NDArray[Any], names: Sequence[str], name: str) -> None:

@@ -32,6 +32,7 @@ from featstore.packing.sources.columns import (
     Column,
     choose_columns,
     refuse_id_values,
+    refuse_twice,
     whole_ids,
 )
 
@@ -168,9 +169,7 @@ class ColumnRows(FeatureSource):
         assert self.chosen is not None
         names = [column.name for column in described]
         used = [*self._columns, *([] if self.chosen.id is None else [names[self.chosen.id]])]
-        twice = next((used_name for used_name in used if names.count(used_name) > 1), None)
-        if twice is not None:
-            raise SourceError(f"{label}: two columns are called {twice!r}; rename one of them")
+        refuse_twice(names, used, label)
 
     def ids(self) -> Iterator[NDArray[Any]]:
         """As `FeatureSource.ids`."""
