@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 import featstore
 from featstore.engine.request import answered
-from featstore.hosts.ahead import Ahead, AheadTier
+from featstore.hosts.ahead import Ahead, AheadTier, Upcoming
 from featstore.hosts.halo import Halo
 from featstore.hosts.massivegnn import HaloScores
-from featstore.hosts.next_uses import LEAST_BYTES, STEPS_MAX, USES_MAX, NextUses
+from featstore.hosts.window import STEPS_MAX
 from featstore.sampling.batches import RankedBatches, open_sampler
 from featstore.testing import ArraySource
-from featstore.tiers.slots.layout import MIN
-from featstore.tiers.slots.rows import buffer_bytes
 
 FANOUTS = (10, 5)
 COLUMNS = 128
@@ -109,7 +107,7 @@ def of_ahead(one: Recorded, store: featstore.Store, slots: int) -> Counts:
     asked, tier = np.zeros(len(steps), np.int64), (ahead := Ahead([table], memory)).over(disk, memory)
     try:
         for step, wanted in enumerate(steps):
-            _look_ahead(ahead.uses, steps, step)
+            _look_ahead(ahead.coming, steps, step)
             ahead.begin(step)
             before = disk.asked
             tier.submit({"features": wanted}, out=None).result()
@@ -119,9 +117,9 @@ def of_ahead(one: Recorded, store: featstore.Store, slots: int) -> Counts:
     return asked
 
 
-def _look_ahead(uses: NextUses, steps: list[NDArray[np.int64]], step: int) -> None:
-    while uses.added < step + uses.wanted_ahead:
-        uses.add(steps[uses.added] if uses.added < len(steps) else steps[0][:0])
+def _look_ahead(coming: Upcoming, steps: list[NDArray[np.int64]], step: int) -> None:
+    while coming.wants(step):
+        coming.add(steps[coming.added] if coming.added < len(steps) else steps[0][:0])
 
 
 class _Empty(ArraySource):
@@ -135,25 +133,23 @@ def seconds_of_ahead(
     one: Recorded, narrow: featstore.Store, slots: int, rng: np.random.Generator
 ) -> tuple[float, float, int]:
     """What it takes a host to look ahead; what it takes with finding rows that stay, and choosing among those
-    that come; and for how many ids, of two blocks of steps, in no order. Rows are of 4 bytes: nothing is said
-    of moving larger ones."""
+    that come; and for how many ids, of two windows of steps, in no order. Rows are of 4 bytes: nothing is
+    said of moving larger ones."""
     recorded = [rng.permutation(step) for step in steps_of(one)]
     steps = [recorded[k % len(recorded)] for k in range(5 * STEPS_MAX)]
     table, most = narrow.table("features"), max(map(len, steps))
-    uses = NextUses(LEAST_BYTES // 8 * STEPS_MAX * 2 * most)
-    given = {"features": buffer_bytes(slots, table.row_bytes, MIN, USES_MAX)}
-    tier = AheadTier(_Empty(narrow, {}), uses, given, {"features": 0})
+    coming = Upcoming(STEPS_MAX * most, [slots], [0, table.rows])
+    tier = AheadTier(_Empty(narrow, {}), coming, ["features"])
     rows, begin, looked = np.empty((most, 1), np.float32), 0.0, 0.0
     try:
         for step, wanted in enumerate(steps[: 3 * STEPS_MAX]):
             if step == STEPS_MAX:  # slots are full
                 begin, looked = time.perf_counter(), 0.0
             before = time.perf_counter()
-            _look_ahead(uses, steps, step)
-            uses.begin(step, tier.note_uses)
+            _look_ahead(coming, steps, step)
+            coming.begin(step)
             looked += time.perf_counter() - before
             tier.submit({"features": wanted}, out={"features": rows}).result()
-        assert uses.wanted_ahead == 2 * STEPS_MAX
         return looked, time.perf_counter() - begin, sum(map(len, steps[STEPS_MAX : 3 * STEPS_MAX]))
     finally:
         tier.close()

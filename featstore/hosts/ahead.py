@@ -1,6 +1,6 @@
-"""A buffer of other hosts' rows that knows which mini-batches come: with :mod:`featstore.hosts.next_uses`,
-the row that is wanted farthest away goes (MIN: Belady, IBM Systems Journal 5(2), 1966; looking ahead is after
-Ginex: Park et al., VLDB'22). A row that would be the first to go is not put there at all.
+"""A buffer of other hosts' rows that knows which mini-batches come (:mod:`featstore.hosts.window`): those
+rows stay that are wanted soonest (:mod:`featstore.hosts.soon`). Looking ahead is after Ginex (Park et al.,
+VLDB'22).
 
 Of several tables each has slots of its own, as its rows have a size of their own; what is known of
 mini-batches to come is of all together, by numbers of rows that go on from table to table.
@@ -21,28 +21,129 @@ from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import BudgetError
-from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, Block, NextUses
+from featstore.hosts import soon, window
 from featstore.storage.store import Table
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
-from featstore.tiers.slots.contents import are_present
-from featstore.tiers.slots.layout import MIN, NEVER, make_slot_map
-from featstore.tiers.slots.policies_min import (
-    bring_uses_forward,
-    count_by_use,
-    list_anew,
-    shift_uses,
-)
-from featstore.tiers.slots.rows import buffer_bytes, slots_for
-from featstore.tiers.slots.soonest import keep_soonest, serve_soonest
 from featstore.tiers.static_tier import new_rows
 
-_LOOKING_SHARE = 6  # of the memory, for what is known of mini-batches to come
+_ROWS_PER_SLOT = 6  # of mini-batches to come: with fewer, less is known than is kept
+_LOOKING_SHARE = 1 / 3  # of the memory, for those, at most
+_ROWS_MIN = 64  # of the window
+_STEPS_AT_ONCE = 3  # so many mini-batches more are looked at with each that is trained on, until all are
+
+
+class Missed(NamedTuple):
+    """Rows of a table that come from below, and go to ``places``. ``known``: when they are wanted next, by
+    what was known when they were asked for, of ``step``; since then no step was forgotten if ``begun`` is
+    what it was."""
+
+    ids: NDArray[np.int64]
+    places: NDArray[np.int32]
+    known: NDArray[np.int32]
+    step: int
+    begun: int
+
+
+class Upcoming:
+    """What steps to come want, and which rows have slots; see :mod:`featstore.hosts.window`. ``rows``: of all
+    steps that are known. ``slots``: by table. ``firsts``: by table, the number of its row 0, and of
+    how many rows there are. One thread may add steps, another go on to them, and others ask for rows.
+    """
+
+    def __init__(self, rows: int, slots: Sequence[int], firsts: Sequence[int]) -> None:
+        self.slots, self._firsts = list(slots), list(firsts)
+        self._window = window.make_window(rows, self.slots, self._firsts[-1])
+        self._lock = threading.Lock()
+        self.added = self._begun = 0  # steps, and how often they began anew
+        self._most = 0  # rows of one of them
+        none = np.empty(0, np.int64)  # so that kernels are there
+        window.add_step(self._window, none, 0)
+        self.restart()
+        self.holds(0, none)
+        places = none.astype(np.int32)
+        self.keep(0, self.serve(0, none, 0, 1, 0, places), 0, 1, 0)
+
+    def restart(self) -> None:
+        """Forget all steps: the next one that is added is step 0. Rows stay."""
+        with self._lock:
+            window.forget_steps(self._window)
+            self.added = self._most = 0
+            self._begun += 1
+
+    def wants(self, step: int) -> bool:
+        """Whether one more should be added before this step goes to whoever trains: that itself, and a few
+        more each time, as far as there is memory."""
+        with self._lock:
+            if self.added <= step:
+                return True
+            end = self._step + window.STEPS_MAX
+            more = self.added < min(end, (_STEPS_AT_ONCE + 1) * (step + 1))
+            return more and window.room(self._window) >= self._most
+
+    def add(self, ids: NDArray[np.int64]) -> None:
+        """The numbers of the rows that the next step wants, all different. What there is no memory for is not
+        looked at; the step after it is not waited for longer than the window goes."""
+        with self._lock:
+            step, self.added = self.added, self.added + 1
+            self._most = max(self._most, len(ids))
+            window.begin_step(self._window, step - window.STEPS_MAX + 1)
+            if step > self._step:
+                window.add_step(self._window, ids, step)
+
+    def begin(self, step: int) -> None:
+        """The rows that are asked for from now on are of this step, or of none."""
+        with self._lock:
+            window.begin_step(self._window, step)
+
+    def serve(
+        self, table: int, ids: NDArray[np.int64], rows: int, row_bytes: int, target: int,
+        places: NDArray[np.int32],
+    ) -> Missed:  # fmt: skip
+        """Copy the rows of a table that are there, from their slots at an address, to their ``places`` at
+        another. Returns the others."""
+        left, to = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
+        known, first = np.empty((len(ids), 3), np.int32), self._firsts[table]
+        with self._lock:
+            count = soon.serve_soonest(
+                self._window, table, ids, first, rows, row_bytes, target, places, left, to, known
+            )
+            return Missed(left[:count], to[:count], known[:count], self._step, self._begun)
+
+    def keep(self, table: int, missed: Missed, source: int, row_bytes: int, rows: int) -> None:
+        """Of rows that have come to their places at an address, have those here that are wanted soonest."""
+        with self._lock:
+            if missed.begun == self._begun:
+                ids, places, known, at_now = *missed[:3], missed.step == self._step
+                first = self._firsts[table]
+                soon.keep_soonest(
+                    self._window, table, ids, first, known, source, places, row_bytes, rows, at_now
+                )
+
+    def holds(self, table: int, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        with self._lock:
+            return soon.are_there(self._window, table, ids, self._firsts[table])
+
+    @property
+    def _step(self) -> int:
+        """The one begun last."""
+        return int(self._window.counts[window.NOW])
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(array.nbytes for array in self._window)
+
+    def empty(self) -> None:
+        """All slots are free, and no step is known."""
+        with self._lock:
+            window.forget_all(self._window)
+            self.added = self._most = 0
+            self._begun += 1
 
 
 class Ahead:
     """Rows of ``tables`` of other hosts, in ``memory_bytes``. ``weights``: of the tables, by which memory is
-    divided among them; alike by default. ``uses``: to be told which steps come, by :meth:`add`; what begins
+    divided among them; alike by default. ``coming``: to be told which steps come, by :meth:`add`; what begins
     is told to :meth:`begin`. Raises BudgetError."""
 
     def __init__(
@@ -52,169 +153,91 @@ class Ahead:
         least = self.least_bytes(tables)
         if memory_bytes < least:
             raise BudgetError(least, memory_bytes, "keep rows of other hosts (halo=)")
-        self._looking_bytes = memory_bytes // _LOOKING_SHARE
-        self.uses = NextUses(self._looking_bytes)
-        ends = np.cumsum([0, *(table.rows for table in tables)])
-        self._firsts = dict(zip(self.tables, ends.tolist(), strict=False))
-        parts = np.ones(len(tables)) if weights is None or not sum(weights) else np.array(weights, float)
-        more = memory_bytes - self._looking_bytes - sum(map(_least_rows_bytes, tables))
-        self._bytes = {
-            table.name: _least_rows_bytes(table) + int(more * part)
-            for table, part in zip(tables, parts / parts.sum(), strict=True)
-        }
+        numbers = sum(table.rows for table in tables)
+        parts = np.ones(len(tables)) if weights is None else np.array(weights, float)
+        parts = parts / parts.sum() if parts.any() else np.full(len(tables), 1 / len(tables))
+        each = np.array([_slot_bytes(table, numbers) for table in tables], float)
+        known = _ROWS_PER_SLOT * window.place_bytes(numbers) * float((parts / each).sum())  # over all slots
+        share, free = min(known / (1 + known), _LOOKING_SHARE), memory_bytes - least
+        rows = min(_ROWS_MIN + int(free * share / window.place_bytes(numbers)), window.WINDOW_ROWS_MAX)
+        free -= window.window_bytes(rows, len(tables), numbers)
+        free += window.window_bytes(_ROWS_MIN, len(tables), numbers)
+        slots = [
+            max(1, min(1 + int(free * part / size), table.rows, window.WINDOW_ROWS_MAX // len(tables)))
+            for table, part, size in zip(tables, parts, each, strict=True)
+        ]
+        firsts = np.cumsum([0, *(table.rows for table in tables)]).tolist()
+        self._firsts = dict(zip(self.tables, firsts, strict=False))
+        self.coming = Upcoming(rows, slots, firsts)
         self._tier: AheadTier | None = None
 
     def add(self, ids: Mapping[str, NDArray[np.int64]]) -> None:
         """The rows that the next step wants of other hosts, all of a table different."""
-        self.uses.add(np.concatenate([ids[name] + first for name, first in self._firsts.items()]))
+        rows = [ids[name].astype(np.int64, copy=False) + first for name, first in self._firsts.items()]
+        self.coming.add(np.concatenate(rows))
 
     def begin(self, step: int) -> None:
         """The rows that are asked for from now on are of this step."""
-        self.uses.begin(step, None if self._tier is None else self._tier.note_uses)
+        self.coming.begin(step)
 
     def host_bytes(self, tables: Sequence[Table]) -> int:
         return self._memory_bytes
 
     def least_bytes(self, tables: Sequence[Table]) -> int:
-        rows = sum(_least_rows_bytes(table) for table in tables if table.name in self.tables)
-        return max(LEAST_BYTES * _LOOKING_SHARE, -(-rows * _LOOKING_SHARE // (_LOOKING_SHARE - 1)))
+        kept = [table for table in tables if table.name in self.tables]
+        numbers = sum(table.rows for table in kept)
+        slots = sum(_slot_bytes(table, numbers) for table in kept)
+        return window.window_bytes(_ROWS_MIN, len(kept), numbers) + slots
 
     def over(self, below: RowSource, memory_bytes: int) -> AheadTier:
         if memory_bytes < self._memory_bytes:  # by which all has been divided
             raise BudgetError(self._memory_bytes, memory_bytes, "keep rows of other hosts (halo=)")
-        self._tier = None  # one that was there before has gone
-        self._tier = AheadTier(below, self.uses, self._bytes, self._firsts)
+        if self._tier is not None:  # which has gone, with its rows
+            self.coming.empty()
+        self._tier = AheadTier(below, self.coming, self.tables)
         return self._tier
 
     def __repr__(self) -> str:
         return f"Ahead({self.tables!r}, {self._memory_bytes:,})"
 
 
-def _least_rows_bytes(table: Table) -> int:
-    return buffer_bytes(1, table.row_bytes, MIN, USES_MAX)
-
-
-class SoonRows:
-    """Rows of a table in slots, by the step that wants them next. Not for several threads at once. Raises
-    BudgetError."""
-
-    def __init__(self, table: Table, memory_bytes: int) -> None:
-        self._row_bytes = table.row_bytes
-        self.slots = slots_for(memory_bytes, table.row_bytes, MIN, USES_MAX)
-        self._map = make_slot_map(self.slots, MIN, batches=USES_MAX)
-        self._rows = empty_rows(self.slots, table.row_bytes)
-        self._idle = np.zeros(USES_MAX + 1, np.int64)
-        none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
-        self.holds(no_ids)
-        self.shift(0)
-        bring_uses_forward(self._map, no_ids, np.zeros(1, np.int64), 0, 0, 0)
-        self.list_anew()
-        self.serve(no_ids, none, 0, none)
-        self.keep(no_ids, none, 0, none)
-
-    @property
-    def memory_bytes(self) -> int:
-        return buffer_bytes(self.slots, self._row_bytes, MIN, USES_MAX)
-
-    def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return are_present(self._map, ids)
-
-    def serve(
-        self, ids: NDArray[np.int64], uses: NDArray[np.int32], target: int, places: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
-        """Copy those that are here to their places at an address; they are wanted next in the steps ``uses``.
-        Returns the positions of the others."""
-        left = np.empty(len(ids), np.int32)
-        rows = address_of(self._rows)
-        count = serve_soonest(self._map, ids, uses, self._idle, rows, self._row_bytes, target, places, left)
-        return left[:count]
-
-    def keep(
-        self, ids: NDArray[np.int64], uses: NDArray[np.int32], source: int, places: NDArray[np.int32]
-    ) -> None:
-        """Have rows that lie at these places at an address here, those wanted soonest, in place of rows that
-        are wanted later."""
-        rows = address_of(self._rows)
-        lacking = keep_soonest(self._map, ids, uses, self._idle, source, places, self._row_bytes, rows)
-        assert not lacking, f"{lacking:,} rows more were chosen than there are slots"
-
-    def shift(self, shift: int) -> None:
-        """Uses count from so many steps later. Then :meth:`bring_forward`, and :meth:`list_anew`."""
-        shift_uses(self._map, shift)
-
-    def bring_forward(self, block: Block, first: int, rows: int) -> None:
-        """Those of its rows that are here are wanted in its steps, if in none before; of all tables' these
-        are the ``rows`` from ``first`` on."""
-        bring_uses_forward(self._map, block.ids, block.offsets, first, rows, block.use)
-
-    def list_anew(self) -> None:
-        """All uses have been said."""
-        list_anew(self._map)
-        count_by_use(self._map, self._idle)
-
-
-def shifted(uses: NDArray[np.int32], shift: int) -> NDArray[np.int32]:
-    """Uses that count from ``shift`` steps later; NEVER of those before."""
-    if not shift:
-        return uses
-    found: NDArray[np.int32] = np.where((uses >= shift) & (uses != NEVER), uses - np.int32(shift), NEVER)
-    return found
-
-
-class _Missed(NamedTuple):
-    """Rows of a table that come from below, some of which may stay."""
-
-    ids: NDArray[np.int64]
-    uses: NDArray[np.int32]
-    places: NDArray[np.int32]
-    steps: int  # how far uses had been shifted
+def _slot_bytes(table: Table, numbers: int) -> int:
+    return table.row_bytes + window.slot_bytes(numbers)
 
 
 class _Kept(NamedTuple):
-    """What stays of a table; ``first`` is the number of its row 0 among those of all tables."""
+    """What stays of a table, by its number."""
 
     table: Table
-    first: int
-    rows: SoonRows
+    number: int
+    rows: NDArray[np.uint8]
 
 
 class AheadTier(OverSource):
-    """See the module's text. ``memory``: bytes by table. ``firsts``: by table, the number of its row 0 for
-    ``uses``. Of other tables it holds nothing. It belongs to one process. Raises BudgetError."""
+    """See the module's text. ``tables``: those that ``coming`` has slots of, in their order; of others it
+    holds nothing. It belongs to one process."""
 
     name = "ahead"
 
-    def __init__(
-        self, below: RowSource, uses: NextUses, memory: Mapping[str, int], firsts: Mapping[str, int]
-    ) -> None:
+    def __init__(self, below: RowSource, coming: Upcoming, tables: Sequence[str]) -> None:
         super().__init__(below)
-        self._uses = uses
-        self._kept = {
-            name: _Kept(table := below.store.table(name), firsts[name], SoonRows(table, given))
-            for name, given in memory.items()
-        }
-        self._lock, self._hits, self._shift = threading.Lock(), 0, 0
-
-    def note_uses(self, shift: int, blocks: Sequence[Block]) -> None:
-        """As :data:`featstore.hosts.next_uses.OnBlock`."""
-        with self._lock:
-            self._shift += shift
-            for table, first, rows in self._kept.values():
-                rows.shift(shift)
-                for block in blocks:
-                    rows.bring_forward(block, first, table.rows)
-                rows.list_anew()
+        self._coming, self._kept = coming, dict[str, _Kept]()
+        for number, name in enumerate(tables):
+            table = below.store.table(name)
+            rows = empty_rows(coming.slots[number], table.row_bytes)
+            self._kept[name] = _Kept(table, number, rows)
+        self._lock, self._hits = threading.Lock(), 0
 
     @property
     def memory_bytes(self) -> int:
-        return sum(kept.rows.memory_bytes for kept in self._kept.values())
+        return self._coming.memory_bytes + sum(kept.rows.nbytes for kept in self._kept.values())
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
     ) -> Request:
         self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
-        missing, places, missed = {}, {}, dict[str, _Missed]()
+        missing, places, missed = {}, {}, dict[str, Missed]()
         for name, wanted in ids.items():
             to = np.arange(len(wanted), dtype=np.int32) if at is None else np.asarray(at[name], np.int32)
             if name in self._kept:
@@ -227,30 +250,27 @@ class AheadTier(OverSource):
         below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)
         return chained(below, lambda: self._arrived(missed, filled))
 
-    def _serve(self, kept: _Kept, ids: NDArray[np.int64], out: Any, to: NDArray[np.int32]) -> _Missed:
+    def _serve(self, kept: _Kept, ids: NDArray[np.int64], out: Any, to: NDArray[np.int32]) -> Missed:
         """Copy what is here out; the others."""
-        target, steps, uses = _address(kept.table, out), self._shift, self._uses.of(ids, kept.first)
+        rows, row_bytes, target = address_of(kept.rows), kept.table.row_bytes, _address(kept.table, out)
+        missed = self._coming.serve(kept.number, ids, rows, row_bytes, target, to)
         with self._lock:
-            left = kept.rows.serve(ids, uses, target, to)
-            self._hits += len(ids) - len(left)
-        return _Missed(ids[left], uses[left], to[left], steps)
+            self._hits += len(ids) - len(missed.ids)
+        return missed
 
-    def _arrived(self, missed: Mapping[str, _Missed], filled: Any) -> Any:
+    def _arrived(self, missed: Mapping[str, Missed], filled: Any) -> Any:
         """Keep some of the rows that have come."""
         for name, one in missed.items():
-            if not len(one.ids):
-                continue
-            table, _, rows = self._kept[name]
-            with self._lock:
-                shift = self._shift - one.steps
-                rows.keep(one.ids, shifted(one.uses, shift), _address(table, filled[name]), one.places)
+            if len(one.ids):
+                table, number, rows = self._kept[name]
+                source = _address(table, filled[name])
+                self._coming.keep(number, one, source, table.row_bytes, address_of(rows))
         return filled
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         if table not in self._kept:
             return np.zeros(len(ids), bool)
-        with self._lock:
-            return self._kept[table].rows.holds(ids)
+        return self._coming.holds(self._kept[table].number, ids)
 
     def hits(self) -> int:
         return self._hits

@@ -30,7 +30,7 @@ from featstore.base.called import called
 from featstore.base.compilation import njit
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, rows_of
-from featstore.base.native import address_of
+from featstore.base.native import address_of, prefetch
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
 from featstore.errors import BudgetError
@@ -42,6 +42,7 @@ from featstore.tiers.saved import SavedCache
 from featstore.tiers.static_tier import new_rows
 
 _IN_BUFFER = np.float32(-1)
+_AHEAD = 16  # ids
 
 
 @njit(cache=True, nogil=True)
@@ -50,8 +51,15 @@ def look_up(
     found: NDArray[np.int32],
 ) -> None:  # fmt: skip
     """Of each id its place in the halo and its slot in the buffer, -1 for none."""
+    last, words, counts = ids.shape[0] - 1, np.int64(bits.ctypes.data), np.int64(ranks.ctypes.data)
+    held = np.int64(slots.ctypes.data)
     for i in range(ids.shape[0]):
+        ahead = ids[min(i + _AHEAD, last)] >> 6
+        prefetch(words + 8 * ahead)
+        prefetch(counts + 4 * ahead)
         in_halo[i] = slot_of(ids[i], bits, ranks)
+        prefetch(held + 4 * max(np.int64(in_halo[i]), np.int64(0)))
+    for i in range(ids.shape[0]):
         found[i] = slots[in_halo[i]] if in_halo[i] >= 0 else -1
 
 
@@ -147,8 +155,7 @@ class HaloScores:
     def _swap(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         leaving = np.flatnonzero(self.stay < self.alpha)
         wanted = np.flatnonzero(self.access > 0)
-        order = np.lexsort((self._rank[wanted], -self.access[wanted]))
-        coming = wanted[order][: len(leaving)]
+        coming = wanted[_highest(self.access[wanted], self._rank[wanted], len(leaving))]
         leaving = leaving[np.argsort(self.stay[leaving], kind="stable")][: len(coming)]
         gone = self.node_in[leaving]
         self.access[gone], self._slot_of[gone] = self.stay[leaving], -1
@@ -156,6 +163,17 @@ class HaloScores:
         self.access[coming] = _IN_BUFFER
         self._slot_of[coming], self.node_in[leaving] = leaving, coming
         return leaving, coming
+
+
+def _highest(scores: NDArray[np.float32], ranks: NDArray[np.int32], count: int) -> NDArray[np.int64]:
+    """Positions of the highest scores, as many as there are up to ``count``, in order; ties by rank."""
+    some = np.arange(len(scores))
+    if 0 < count < len(scores):  # these alone are put in order
+        bound = np.partition(scores, len(scores) - count)[len(scores) - count]
+        above, alike = np.flatnonzero(scores > bound), np.flatnonzero(scores == bound)
+        left = count - len(above)
+        some = np.concatenate([above, alike[np.argpartition(ranks[alike], left - 1)[:left]]])
+    return some[np.lexsort((ranks[some], -scores[some]))][:count]
 
 
 def _power(gamma: np.float32, delta: int) -> np.float32:

@@ -97,9 +97,9 @@ class Lookahead:
 
     def epoch(self, number: int) -> Iterator[Any]:
         """The mini-batches to train on, each after those ahead of it have been looked at."""
-        uses = self.ahead.uses
+        coming = self.ahead.coming
         if number != self._next_epoch or self._stopped:
-            uses.restart()
+            coming.restart()
             self._stopped = False
             self._begins, self._steps, self._step = {}, self._wanted(number), 0
             for step in list(self._kept):
@@ -109,7 +109,7 @@ class Lookahead:
         step = self._begins.get(number, 0)
         for batch in epoch_of(self.trained, number):
             self._step = step
-            while uses.added < step + uses.wanted_ahead and not self.unwanted():
+            while coming.wants(step) and not self.unwanted():
                 if (wanted := self._look()) is None:
                     break
                 self.ahead.add(wanted)
@@ -163,12 +163,12 @@ class Lookahead:
         share = share.apart() if isinstance(share, GivenShare) else copy.copy(share)
         none = np.empty(0, np.int64)
         while True:
-            self._begins[epoch] = self.ahead.uses.added
-            before = self.ahead.uses.added
+            self._begins[epoch] = self.ahead.coming.added
+            before = self.ahead.coming.added
             for nodes in self._nodes_of(share, epoch):
                 wanted = {name: nodes.get(name, none) for name in self.ahead.tables}
                 yield {n: ids[self._store.owners[n].own_and_others(ids)[1]] for n, ids in wanted.items()}
-            if self.ahead.uses.added == before:
+            if self.ahead.coming.added == before:
                 return  # there are none, nor will be
             epoch += 1
 
@@ -185,7 +185,7 @@ class Lookahead:
         for index in range(len(share)):
             sample: Any = share[index]
             if self._keeps:
-                self._keep(self.ahead.uses.added, sample)
+                self._keep(self.ahead.coming.added, sample)
             by_table = sample.node if isinstance(sample.node, dict) else {self.ahead.tables[0]: sample.node}
             if sample.batch is not None:  # a subgraph for each seed, in which nodes stand again
                 by_table = {name: np.unique(ids) for name, ids in by_table.items()}

@@ -26,7 +26,7 @@ _HEAD_BYTES = 4
 
 
 @intrinsic
-def _borrow(typingctx: Any, array: Any) -> Any:
+def borrow(typingctx: Any, array: Any) -> Any:
     """The same array, which nobody owns."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -43,12 +43,12 @@ def borrowed(m: SlotMap) -> SlotMap:
     """The same map, as arrays that nobody owns: numba counts the references to owned ones, and each count is
     a barrier to the memory accesses around it, which should overlap."""
     return SlotMap(
-        _borrow(m.counts),
-        _borrow(m.heads),
-        _borrow(m.slots),
-        _borrow(m.log),
-        _borrow(m.ghosts),
-        _borrow(m.table),
+        borrow(m.counts),
+        borrow(m.heads),
+        borrow(m.slots),
+        borrow(m.log),
+        borrow(m.ghosts),
+        borrow(m.table),
     )
 
 

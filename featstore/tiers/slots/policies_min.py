@@ -11,14 +11,11 @@ away, so no heap is needed.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.native import INLINED, PART, prefetch
-from featstore.tiers.slots.chains import borrowed, chain_of, prefetch_chain, prefetch_first, slot_of_row
-from featstore.tiers.slots.layout import BATCHES_MAX, END, FAR, NEVER, RECORD_BYTES, SHIFT, SLOTS, SlotMap
+from featstore.tiers.slots.layout import BATCHES_MAX, END, FAR, RECORD_BYTES, SLOTS, SlotMap
 
-_FIND_AHEAD = 16  # rows whose chains are prefetched ahead, and half of it their records
 _AHEAD = 64  # entries whose records are prefetched ahead while stale ones are dropped
 
 
@@ -50,62 +47,12 @@ def _squeeze(m: SlotMap) -> None:
     m.counts[END] = to
 
 
-@njit(cache=True, nogil=True)
-def count_by_use(m: SlotMap, counts: NDArray[np.int64]) -> None:
-    """How many slots that nobody uses have each next use, ``counts`` int64 [batches + 1], at the end those of
-    rows that are not used again, and the slots that are empty."""
-    counts[:] = 0
-    for slot in range(m.slots.shape[0]):
-        held = m.slots[slot]
-        if held.pins == 0:
-            use = np.int64(held.stamp) if held.row >= 0 else np.int64(counts.shape[0])
-            counts[min(use, counts.shape[0] - 1)] += 1
-
-
 @njit(**INLINED)
 def min_idle(m: SlotMap, slot: int) -> None:
     if m.counts[END] == 2 * m.counts[SLOTS]:
         _squeeze(m)
     _append(m, m.counts[END], slot)
     m.counts[END] += 1
-
-
-@njit(cache=True, nogil=True)
-def shift_uses(m: SlotMap, shift: int) -> None:
-    """Uses count from so many batches later: those before are over. Afterwards :func:`list_anew` lists them
-    so."""
-    for slot in range(m.slots.shape[0]):
-        use = np.int64(m.slots[slot].stamp)
-        m.slots[slot].stamp = NEVER if use < shift or use == NEVER else use - shift
-
-
-@njit(cache=True, nogil=True)
-def bring_uses_forward(
-    m: SlotMap, ids: NDArray[np.int64], offsets: NDArray[np.int64], first: int, rows: int, use: int
-) -> None:
-    """Rows that are there and wanted, by ``ids`` from one of ``offsets`` to the next in the batch ``use``, to
-    the next in the one after it, and so on, are used next then, unless they are used before. Of ids ``rows``
-    from ``first`` on are of this map, by their numbers from there on. Afterwards :func:`list_anew` lists them
-    so."""
-    m = borrowed(m)
-    shift, heads, records = m.counts[SHIFT], m.heads.ctypes.data, m.slots.ctypes.data
-    last = offsets[-1] - 1
-    for step in range(offsets.shape[0] - 1):
-        for i in range(offsets[step], offsets[step + 1]):
-            prefetch_chain(heads, chain_of(ids[min(i + _FIND_AHEAD, last)] - first, shift))
-            prefetch_first(m, chain_of(ids[min(i + _FIND_AHEAD // 2, last)] - first, shift), records)
-            row = ids[i] - first
-            if row < 0 or row >= rows:
-                continue
-            slot = slot_of_row(m, row, shift)
-            if slot >= 0 and m.slots[slot].stamp > use + step:
-                m.slots[slot].stamp = use + step
-
-
-@njit(cache=True, nogil=True)
-def list_anew(m: SlotMap) -> None:
-    """Next uses have changed of many."""
-    _squeeze(m)
 
 
 @njit(**INLINED)

@@ -1,0 +1,231 @@
+"""Rows that are wanted soon stay: which rows have slots, by what is known of steps to come
+(:mod:`featstore.hosts.window`).
+
+Who goes is the row that is wanted farthest away (MIN: Belady, IBM Systems Journal 5(2), 1966), and those of
+which no use is known before all others; a row that would be the first to go does not come. How many slots
+have each next use is counted, so it is known from which use on rows go, and a hand that goes round the slots
+finds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.base.hashing import GOLDEN
+from featstore.base.native import INLINED, PART, prefetch
+from featstore.base.rows import move_rows
+from featstore.hosts.window import (
+    NO_USE,
+    NOW,
+    START,
+    STEPS_MAX,
+    Window,
+    borrow_window,
+    count_of,
+    first_slot,
+    places_now,
+    put_idle,
+    ring_place,
+    take_out,
+    use_next,
+)
+
+
+@njit(**PART)
+def _find_places(w: Window, ids: NDArray[np.int64], first: int, places: NDArray[np.int32]) -> None:
+    """The place of each row in the present step, -1 for none, in whatever order they are."""
+    w = borrow_window(w)
+    count, size = places_now(w), w.rows.shape[0]
+    bits = 1
+    while 1 << bits < 2 * count:
+        bits += 1
+    table, mask = np.full(1 << bits, -1, np.int32), (1 << bits) - 1
+    place = ring_place(w, w.counts[START])
+    for _ in range(count):
+        at = np.int64((np.uint64(w.rows[place]) * GOLDEN) >> np.uint64(64 - bits))
+        while table[at] >= 0:
+            at = (at + 1) & mask
+        table[at] = place
+        place = place + 1 if place + 1 < size else 0
+    for i in range(ids.shape[0]):
+        row = ids[i] + first
+        at = np.int64((np.uint64(row) * GOLDEN) >> np.uint64(64 - bits))
+        while table[at] >= 0 and w.rows[table[at]] != row:
+            at = (at + 1) & mask
+        places[i] = table[at]
+
+
+@njit(**INLINED)
+def _in_order(w: Window, ids: NDArray[np.int64], first: int, places: NDArray[np.int32]) -> bool:
+    """The place of each row, where they are the present step's, in the order in which it was added, with
+    those of other tables before or after them."""
+    count, size = places_now(w), w.rows.shape[0]
+    place, left = ring_place(w, w.counts[START]), count
+    while left > 0 and ids.shape[0] > 0 and w.rows[place] != ids[0] + first:
+        place, left = place + 1 if place + 1 < size else 0, left - 1
+    if left < ids.shape[0]:
+        return False
+    for i in range(ids.shape[0]):
+        if w.rows[place] != ids[i] + first:
+            return False
+        places[i] = place
+        place = place + 1 if place + 1 < size else 0
+    return True
+
+
+@njit(cache=True, nogil=True)
+def serve_soonest(
+    w: Window, table: int, ids: NDArray[np.int64], first: int, rows: int, row_bytes: int, target: int,
+    to: NDArray[np.int32], left: NDArray[np.int64], left_to: NDArray[np.int32], known: NDArray[np.int32],
+) -> Any:  # fmt: skip
+    """Copy the rows of a table that are there from their slots (``rows``: the address of the first) to their
+    places ``to`` at an address. ``first``: of the ids' numbers. The others go to ``left``, with their places
+    ``left_to``; returns how many. ``known`` [ids, 3] gets their places in the present step and those of their
+    next uses, -1 for none, and the steps of these."""
+    w = borrow_window(w)
+    begin, now = first_slot(w, table), w.counts[NOW]
+    slots, here = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], to.dtype)
+    places, count = np.empty(ids.shape[0], np.int32), np.int64(0)
+    if not _in_order(w, ids, first, places):
+        _find_places(w, ids, first, places)
+    for i in range(ids.shape[0]):  # without a branch by what is there, which could not be foreseen
+        place = max(places[i], np.int32(0))
+        slot = w.slots[place] if places[i] >= 0 else np.int32(-1)
+        slots[count], here[count] = slot - begin, to[i]
+        left[i - count], left_to[i - count] = ids[i], to[i]
+        known[i - count, 0] = places[i]
+        known[i - count, 1] = w.following[place] if places[i] >= 0 else np.int32(-1)
+        known[i - count, 2] = now + w.later[place]
+        count += slot >= 0
+    if count > 0:
+        move_rows(rows, slots[:count], target, here[:count], row_bytes)
+    return ids.shape[0] - count
+
+
+@njit(**PART)
+def _choose(w: Window, table: int, uses: NDArray[np.int32], chosen: NDArray[np.int32]) -> np.int64:
+    """Of rows that have come and are wanted next in ``uses``, those that stay: as many as there are slots
+    that are free or wanted later. Their positions go to ``chosen``; returns how many."""
+    w = borrow_window(w)
+    now = w.counts[NOW] + 1
+    coming = np.zeros(STEPS_MAX, np.int64)
+    for use in uses:
+        coming[use - now] += 1
+    soon, come = np.int64(0), np.int64(0)
+    leave = w.tables[table, 1] + w.held[table].sum() - w.held[table, now % STEPS_MAX]
+    while soon < STEPS_MAX and come + coming[soon] <= leave:
+        come += coming[soon]
+        soon += 1
+        leave -= w.held[table, (now + soon) % STEPS_MAX] if soon < STEPS_MAX else 0
+    room = max(np.int64(0), leave - come) if soon < STEPS_MAX else np.int64(0)  # for those of that step
+    count = np.int64(0)
+    for i in range(uses.shape[0]):
+        use = uses[i] - now
+        if use < soon or (use == soon and room > 0):
+            room -= use == soon
+            chosen[count] = i
+            count += 1
+    return count
+
+
+@njit(**PART)
+def _make_room(w: Window, table: int, slots: NDArray[np.int32]) -> None:
+    """Have ``slots`` of a table, as many as these are: those that are free first, then of the rows that are
+    wanted farthest away, which go."""
+    w = borrow_window(w)
+    begin, end, count = first_slot(w, table), w.tables[table, 0], np.int64(slots.shape[0])
+    done = min(w.tables[table, 1], count)
+    w.tables[table, 1] -= done
+    slots[:done] = w.free[begin + w.tables[table, 1] : begin + w.tables[table, 1] + done]
+    # from which use on they go, and how many of those with that use
+    use, left, step = np.int64(NO_USE), count - done, w.counts[NOW] + STEPS_MAX
+    while w.held[table, count_of(use)] < left:
+        left -= w.held[table, count_of(use)]
+        use = step
+        step -= 1
+    at = w.tables[table, 2]
+    while done < count:
+        one = w.uses[at]
+        if one >= use and (one > use or left > 0):
+            left -= one == use
+            owner = np.int64(w.owners[at])
+            if owner >= 0:
+                w.slots[owner] = -1
+            else:
+                take_out(w, -2 - owner)
+            w.held[table, count_of(one)] -= 1
+            slots[done] = at
+            done += 1
+        at = at + 1 if at + 1 < end else begin
+    w.tables[table, 2] = at
+
+
+@njit(**PART)
+def _fill(
+    w: Window, table: int, ids: NDArray[np.int64], first: int, known: NDArray[np.int32], source: int,
+    places: NDArray[Any], row_bytes: int, rows: int,
+) -> None:  # fmt: skip
+    """As long as slots are free, rows stay of which no use is known, too."""
+    w = borrow_window(w)
+    begin, new = first_slot(w, table), np.int64(0)
+    slots, froms = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], places.dtype)
+    for i in range(ids.shape[0]):
+        if known[i, 1] < 0 and w.tables[table, 1] > 0:
+            slot = w.free[begin + w.tables[table, 1] - 1]
+            if put_idle(w, ids[i] + first, slot):
+                w.tables[table, 1] -= 1
+                slots[new], froms[new] = slot - begin, places[i]
+                new += 1
+    move_rows(source, froms[:new], rows, slots[:new], row_bytes)
+
+
+@njit(cache=True, nogil=True)
+def keep_soonest(
+    w: Window, table: int, ids: NDArray[np.int64], first: int, known: NDArray[np.int32], source: int,
+    places: NDArray[Any], row_bytes: int, rows: int, at_now: bool,
+) -> None:  # fmt: skip
+    """Have rows that lie at ``places`` at an address here (``rows``: the address of the table's first slot),
+    those that are wanted soonest, in place of rows that are wanted later. ``known``: as of
+    :func:`serve_soonest`, since when no step was forgotten; ``at_now``: nor any begun."""
+    w = borrow_window(w)
+    at, now, count = np.int64(w.slots.ctypes.data), w.counts[NOW], np.int64(0)
+    some, uses = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], np.int32)
+    for i in range(ids.shape[0]):
+        if at_now and known[i, 0] >= 0:
+            known[i, 1] = w.following[known[i, 0]]
+            known[i, 2] = now + w.later[known[i, 0]]
+        prefetch(at + 4 * max(np.int64(known[i, 1]), np.int64(0)))
+        some[count], uses[count] = i, known[i, 2]
+        count += known[i, 1] >= 0 and known[i, 2] > now
+    chosen = np.empty(count, np.int32)
+    chosen = chosen[: _choose(w, table, uses[:count], chosen)]
+    new, to = np.int64(0), 0 if at_now else 1
+    for chance in chosen:
+        place = known[some[chance], to]
+        if w.slots[place] == -1:  # it may have come meanwhile, or twice
+            w.slots[place] = -2
+            chosen[new] = chance
+            new += 1
+    slots, froms = np.empty(new, np.int32), np.empty(new, places.dtype)
+    _make_room(w, table, slots)
+    for k in range(new):  # of those that are left of the chosen
+        one = some[chosen[k]]
+        w.slots[known[one, to]], w.owners[slots[k]] = slots[k], known[one, to]
+        use_next(w, slots[k], uses[chosen[k]])
+        froms[k] = places[one]
+    slots[:] = slots - np.int32(first_slot(w, table))
+    move_rows(source, froms, rows, slots, row_bytes)
+    if w.tables[table, 1] > 0:
+        _fill(w, table, ids, first, known, source, places, row_bytes, rows)
+
+
+def are_there(w: Window, table: int, ids: NDArray[np.int64], first: int) -> NDArray[np.bool_]:
+    """bool [n], which of these rows slots have."""
+    begin, end = w.tables[table - 1, 0] if table else 0, w.tables[table, 0]
+    owners = w.owners[begin:end][w.uses[begin:end] >= 0]
+    here = np.concatenate([w.rows[owners[owners >= 0]], w.entries["row"][-2 - owners[owners < 0]]])
+    return np.isin(ids + first, here)
