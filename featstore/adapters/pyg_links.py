@@ -33,7 +33,7 @@ from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.host.links import LinksOfRanks
-from featstore.loaders.host.place import on_host, place_of
+from featstore.loaders.host.place import on_host
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.said import told
@@ -155,7 +155,7 @@ class LinkNeighborLoader:
             tables = {of.table.name: data.tables[of.table.name]}
         place = data.place if isinstance(data, WholeStore) else None
         if place is not None and place.ranks == 1:
-            on_host(place_of(options.pop("shared", False), place.host, place.hosts, options), place, 0)
+            on_host(options.pop("shared", False), options, place, 0)
         shared = options.get("shared", False) is not False or (place is not None and place.ranks > 1)
         asked = {"num_neighbors": canonical(num_neighbors), "seed": seed, "graph": of.name} | plainly(said)
         alike = _alike(self._type, ends, negatives, given, asked)

@@ -23,7 +23,7 @@ from featstore.adapters.pyg_types import (
     unwrapped,
     without_numbers,
 )
-from featstore.arguments import as_fanouts, as_flag, as_function, shown
+from featstore.arguments import as_fanouts, as_flag, as_function, as_sequence, shown
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.environment import MEMORY
 from featstore.base.ids import plain_array
@@ -311,7 +311,8 @@ def edge_table_of(store: OpenStore, graph: str | None, mode: str | None) -> str 
 def attached(store: OpenStore, nodes: int, attach: Any, options: Mapping[str, Any]) -> Any:
     """Names of the arrays that mini-batches have. Raises ArgumentError."""
     names = _of_all(store, nodes, options) if attach is None else attach
-    for name in [names] if isinstance(names, str) else names:
+    names = [names] if isinstance(names, str) else as_sequence(names, "attach", "names of arrays")
+    for name in names:
         known = isinstance(name, str) and name in store.manifest.arrays
         if _means_else(name, of_edges=known and graph_of_array(store, name) is not None):
             raise ArgumentError(f"attach: {name!r} means something else in PyG's Data; leave it out")

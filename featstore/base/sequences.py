@@ -25,5 +25,5 @@ def known_length(batches: object) -> int | None:
     """How many there are; None where nobody knows."""
     try:
         return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # so says a PyTorch DataLoader over data of unknown length
-        return None
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        return None  # so say PyTorch's DataLoader over data of unknown length, and PyG's DynamicBatchSampler

@@ -30,18 +30,16 @@ from featstore.tiers.static_tier import new_rows
 _ROWS_PER_SLOT = 6  # of mini-batches to come: with fewer, less is known than is kept
 _LOOKING_SHARE = 1 / 3  # of the memory, for those, at most
 _ROWS_MIN = 64  # of the window
-_STEPS_AT_ONCE = 3  # so many mini-batches more are looked at with each that is trained on, until all are
+_STEPS_AT_ONCE = 16  # so many mini-batches more are looked at with each that is trained on, until all are
 
 
 class Missed(NamedTuple):
-    """Rows of a table that come from below, and go to ``places``. ``known``: when they are wanted next, by
-    what was known when they were asked for, of ``step``; since then no step was forgotten if ``begun`` is
-    what it was."""
+    """Rows of a table that come from below, and go to ``places``. ``known``: the numbers of their flights,
+    which count as long as no step is forgotten: as long as ``begun`` is what it was."""
 
     ids: NDArray[np.int64]
     places: NDArray[np.int32]
     known: NDArray[np.int32]
-    step: int
     begun: int
 
 
@@ -103,22 +101,19 @@ class Upcoming:
         """Copy the rows of a table that are there, from their slots at an address, to their ``places`` at
         another. Returns the others."""
         left, to = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
-        known, first = np.empty((len(ids), 3), np.int32), self._firsts[table]
+        known, first = np.empty(len(ids), np.int32), self._firsts[table]
         with self._lock:
             count = soon.serve_soonest(
                 self._window, table, ids, first, rows, row_bytes, target, places, left, to, known
             )
-            return Missed(left[:count], to[:count], known[:count], self._step, self._begun)
+            return Missed(left[:count], to[:count], known[:count], self._begun)
 
     def keep(self, table: int, missed: Missed, source: int, row_bytes: int, rows: int) -> None:
         """Of rows that have come to their places at an address, have those here that are wanted soonest."""
         with self._lock:
             if missed.begun == self._begun:
-                ids, places, known, at_now = *missed[:3], missed.step == self._step
-                first = self._firsts[table]
-                soon.keep_soonest(
-                    self._window, table, ids, first, known, source, places, row_bytes, rows, at_now
-                )
+                ids, places, known, first = *missed[:3], self._firsts[table]
+                soon.keep_soonest(self._window, table, ids, first, known, source, places, row_bytes, rows)
 
     def holds(self, table: int, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         with self._lock:

@@ -78,11 +78,9 @@ class Ask(ABC):
             self._over = True
             try:
                 self._put(body)
-            except BaseException as error:  # there is no memory for it: whoever waits is told
+            except Exception as error:  # there is no memory for it: whoever waits is told
                 failed = error
         self._request.close_piece(self, failed)
-        if failed is not None:
-            raise failed
 
     def end(self, error: BaseException | None) -> None:
         """There will be no answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,6 +79,7 @@ class CopiesTier(OverSource):
     def __init__(self, below: RowSource, copies: Mapping[str, DiskCopies], local: RowSource) -> None:
         super().__init__(below)
         self._copies, self._local, self._hits = copies, local, 0
+        self._counting = threading.Lock()
         self.memory_bytes = 0
 
     def submit(
@@ -92,7 +94,8 @@ class CopiesTier(OverSource):
             mine, rest = (np.flatnonzero(which).astype(np.int32) for which in (rows >= 0, rows < 0))
             here[name] = Divided(name if copies is None else copies.name, rows[mine], mine)
             there[name] = Divided(name, wanted[rest], rest)
-        self._hits += sum(len(share.ids) for share in here.values())
+        with self._counting:
+            self._hits += sum(len(share.ids) for share in here.values())
         return submit_divided([(self._below, there), (self._local, here)], filled, at)
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.warning import warn
-from featstore.errors import ClosedError, FormatError, PeerError
+from featstore.errors import ArgumentError, ClosedError, FormatError, PeerError
 from featstore.hosts import messages as ms
 from featstore.hosts.line import HostLine, Outgoing
 from featstore.hosts.wire import Wire
@@ -108,7 +108,9 @@ class LoadersOfHosts:
 
     def say_steps(self, loader: int, epoch: int, steps: int) -> None:
         """Tell all hosts how many steps this one has in an epoch; what it has told, it does not tell
-        again."""
+        again. Raises ArgumentError for an epoch that has no number."""
+        if epoch >= _EPOCHS_MAX:
+            raise ArgumentError(f"hosts count {_EPOCHS_MAX:,} epochs of a loader, from 0 on, not {epoch:,}")
         number = loader * _EPOCHS_MAX + epoch
         self._threads[loader] = threading.get_ident()
         if (self._host, number) not in self._steps:

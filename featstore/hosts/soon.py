@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.hashing import GOLDEN
-from featstore.base.native import INLINED, PART, prefetch
+from featstore.base.native import INLINED, PART
 from featstore.base.rows import move_rows
 from featstore.hosts.window import (
+    AWAY,
+    FLIGHTS,
     NO_USE,
     NOW,
     START,
@@ -33,6 +35,8 @@ from featstore.hosts.window import (
     take_out,
     use_next,
 )
+
+_NUMBER_MAX = 2**31 - 2
 
 
 @njit(**PART)
@@ -84,10 +88,10 @@ def serve_soonest(
 ) -> Any:  # fmt: skip
     """Copy the rows of a table that are there from their slots (``rows``: the address of the first) to their
     places ``to`` at an address. ``first``: of the ids' numbers. The others go to ``left``, with their places
-    ``left_to``; returns how many. ``known`` [ids, 3] gets their places in the present step and those of their
-    next uses, -1 for none, and the steps of these."""
+    ``left_to``; returns how many. ``known`` gets the numbers of their flights, -1
+    where no step wants them."""
     w = borrow_window(w)
-    begin, now = first_slot(w, table), w.counts[NOW]
+    begin = first_slot(w, table)
     slots, here = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], to.dtype)
     places, count = np.empty(ids.shape[0], np.int32), np.int64(0)
     if not _in_order(w, ids, first, places):
@@ -97,13 +101,30 @@ def serve_soonest(
         slot = w.slots[place] if places[i] >= 0 else np.int32(-1)
         slots[count], here[count] = slot - begin, to[i]
         left[i - count], left_to[i - count] = ids[i], to[i]
-        known[i - count, 0] = places[i]
-        known[i - count, 1] = w.following[place] if places[i] >= 0 else np.int32(-1)
-        known[i - count, 2] = now + w.later[place]
+        known[i - count] = places[i]
         count += slot >= 0
     if count > 0:
         move_rows(rows, slots[:count], target, here[:count], row_bytes)
+    _depart(w, known[: ids.shape[0] - count])
     return ids.shape[0] - count
+
+
+@njit(**INLINED)
+def _depart(w: Window, known: NDArray[np.int32]) -> None:
+    """Rows that places of the present step want, or none (-1), are on their way from now on."""
+    now, flights = w.counts[NOW], w.flights.shape[0]
+    for i in range(known.shape[0]):
+        place = np.int64(known[i])
+        if place >= 0:
+            number = w.counts[FLIGHTS]
+            w.counts[FLIGHTS] = number + 1 if number < _NUMBER_MAX else 0
+            flight = number % flights
+            before = max(np.int64(w.flights[flight, 0]), np.int64(0))
+            if w.slots[before] == AWAY - flight:
+                w.slots[before] = -1  # there are more than there is memory for
+            w.slots[place] = AWAY - flight
+            w.flights[flight, 0], w.flights[flight, 1], w.flights[flight, 2] = place, now, number
+            known[i] = number
 
 
 @njit(**PART)
@@ -166,61 +187,73 @@ def _make_room(w: Window, table: int, slots: NDArray[np.int32]) -> None:
 
 @njit(**PART)
 def _fill(
-    w: Window, table: int, ids: NDArray[np.int64], first: int, known: NDArray[np.int32], source: int,
-    places: NDArray[Any], row_bytes: int, rows: int,
+    w: Window, table: int, ids: NDArray[np.int64], first: int, idle: NDArray[np.int32],
+    idle_at: NDArray[np.int32], source: int, places: NDArray[Any], row_bytes: int, rows: int,
 ) -> None:  # fmt: skip
-    """As long as slots are free, rows stay of which no use is known, too."""
+    """As long as slots are free, rows stay of which no use is known, too: those at the positions ``idle``,
+    which places of the present step want, or none (-1)."""
     w = borrow_window(w)
     begin, new = first_slot(w, table), np.int64(0)
-    slots, froms = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], places.dtype)
-    for i in range(ids.shape[0]):
-        if known[i, 1] < 0 and w.tables[table, 1] > 0:
-            slot = w.free[begin + w.tables[table, 1] - 1]
-            if put_idle(w, ids[i] + first, slot):
-                w.tables[table, 1] -= 1
-                slots[new], froms[new] = slot - begin, places[i]
-                new += 1
+    slots, froms = np.empty(idle.shape[0], np.int32), np.empty(idle.shape[0], places.dtype)
+    for k in range(idle.shape[0]):
+        if w.tables[table, 1] == 0:
+            break
+        slot = w.free[begin + w.tables[table, 1] - 1]
+        if idle_at[k] >= 0:
+            w.slots[idle_at[k]], w.owners[slot] = slot, idle_at[k]
+            use_next(w, slot, NO_USE)
+        elif not put_idle(w, ids[idle[k]] + first, slot):
+            continue
+        w.tables[table, 1] -= 1
+        slots[new], froms[new] = slot - begin, places[idle[k]]
+        new += 1
     move_rows(source, froms[:new], rows, slots[:new], row_bytes)
 
 
 @njit(cache=True, nogil=True)
 def keep_soonest(
     w: Window, table: int, ids: NDArray[np.int64], first: int, known: NDArray[np.int32], source: int,
-    places: NDArray[Any], row_bytes: int, rows: int, at_now: bool,
+    places: NDArray[Any], row_bytes: int, rows: int,
 ) -> None:  # fmt: skip
-    """Have rows that lie at ``places`` at an address here (``rows``: the address of the table's first slot),
-    those that are wanted soonest, in place of rows that are wanted later. ``known``: as of
-    :func:`serve_soonest`, since when no step was forgotten; ``at_now``: nor any begun."""
+    """Have rows that have come to ``places`` at an address here (``rows``: the address of the table's first
+    slot), those that are wanted soonest, in place of rows that are wanted later. ``known``: as of
+    :func:`serve_soonest`, since when no step was forgotten."""
     w = borrow_window(w)
-    at, now, count = np.int64(w.slots.ctypes.data), w.counts[NOW], np.int64(0)
+    now, flights, count, others = w.counts[NOW], w.flights.shape[0], np.int64(0), np.int64(0)
     some, uses = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], np.int32)
+    wanted = np.empty(ids.shape[0], np.int32)
+    idle, idle_at = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], np.int32)
     for i in range(ids.shape[0]):
-        if at_now and known[i, 0] >= 0:
-            known[i, 1] = w.following[known[i, 0]]
-            known[i, 2] = now + w.later[known[i, 0]]
-        prefetch(at + 4 * max(np.int64(known[i, 1]), np.int64(0)))
-        some[count], uses[count] = i, known[i, 2]
-        count += known[i, 1] >= 0 and known[i, 2] > now
+        flight = max(np.int64(known[i]), np.int64(0)) % flights
+        place, use = np.int64(w.flights[flight, 0]), NO_USE
+        if (
+            known[i] < 0
+            or w.flights[flight, 2] != known[i]
+            or w.slots[max(place, np.int64(0))] != AWAY - flight
+        ):
+            place = np.int64(-1)
+        if place >= 0:
+            w.slots[place] = -1
+            use = w.flights[flight, 1]
+            if use == now:
+                use = NO_USE if w.following[place] < 0 else np.int32(now + w.later[place])
+        some[count], uses[count], wanted[count] = i, use, place
+        idle[others], idle_at[others] = i, place
+        count += use != NO_USE
+        others += use == NO_USE
     chosen = np.empty(count, np.int32)
     chosen = chosen[: _choose(w, table, uses[:count], chosen)]
-    new, to = np.int64(0), 0 if at_now else 1
-    for chance in chosen:
-        place = known[some[chance], to]
-        if w.slots[place] == -1:  # it may have come meanwhile, or twice
-            w.slots[place] = -2
-            chosen[new] = chance
-            new += 1
-    slots, froms = np.empty(new, np.int32), np.empty(new, places.dtype)
+    slots, froms = np.empty(chosen.shape[0], np.int32), np.empty(chosen.shape[0], places.dtype)
     _make_room(w, table, slots)
-    for k in range(new):  # of those that are left of the chosen
-        one = some[chosen[k]]
-        w.slots[known[one, to]], w.owners[slots[k]] = slots[k], known[one, to]
-        use_next(w, slots[k], uses[chosen[k]])
-        froms[k] = places[one]
+    for k in range(chosen.shape[0]):
+        one = chosen[k]
+        w.slots[wanted[one]], w.owners[slots[k]] = slots[k], wanted[one]
+        use_next(w, slots[k], uses[one])
+        froms[k] = places[some[one]]
     slots[:] = slots - np.int32(first_slot(w, table))
     move_rows(source, froms, rows, slots, row_bytes)
     if w.tables[table, 1] > 0:
-        _fill(w, table, ids, first, known, source, places, row_bytes, rows)
+        _fill(w, table, ids, first, idle[:others], idle_at[:others], source, places, row_bytes, rows)
 
 
 def are_there(w: Window, table: int, ids: NDArray[np.int64], first: int) -> NDArray[np.bool_]:

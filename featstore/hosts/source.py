@@ -6,6 +6,7 @@ the reader has tiers over it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -54,6 +55,7 @@ class PeersSource(OwnedTier):
         self.store, self.tables = store, list(owners if tables is None else tables)
         self._owners, self._exchange = owners, exchange
         self.rows = self.row_bytes = 0  # asked for so far
+        self._counting = threading.Lock()
         self._under_way: set[Request] = set()
 
     def submit(
@@ -100,7 +102,8 @@ class PeersSource(OwnedTier):
                 places = now if at is None else np.ascontiguousarray(at[name][now], np.int32)
                 parts.append(AskPart(number, ids[name][now], address_of(raw), places, table.row_bytes, raw))
                 room, count = room - parts[-1].body_bytes, count - rows
-                self.rows, self.row_bytes = self.rows + rows, self.row_bytes + rows * table.row_bytes
+                with self._counting:
+                    self.rows, self.row_bytes = self.rows + rows, self.row_bytes + rows * table.row_bytes
         if parts:
             exchange.ask(host, RowsAsk(request, parts, len(self._owners)))
 
@@ -131,6 +134,7 @@ class HostsSource(OwnedTier):
         self.store, self.tables = store, list(owners if tables is None else tables)
         self._owners, self._local, self._remote = owners, local, remote
         self.memory_bytes, self._own_rows = 0, 0
+        self._counting = threading.Lock()
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
@@ -145,7 +149,8 @@ class HostsSource(OwnedTier):
             other[name] = Divided(name, wanted[rest], rest)
         # others' first, which take longer
         request = submit_divided([(self._remote, other), (self._local, own)], filled, at)
-        self._own_rows += sum(len(share.ids) for share in own.values())
+        with self._counting:
+            self._own_rows += sum(len(share.ids) for share in own.values())
         return request
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -75,6 +75,8 @@ class WholeStore(OpenStore):
         except BaseException:
             if self._lists is not None:
                 self._lists.close()
+            if hasattr(self, "part"):
+                self.part.close()
             super().close()
             raise
 

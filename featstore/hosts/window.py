@@ -6,7 +6,8 @@ has the row: the slot is known at the place of the next use alone, and goes on f
 end. So who begins a step, asks for its rows, and keeps those that come goes through its places one after the
 other, and writes elsewhere, but looks nothing up. That is done once, when a step is added: a hash table says
 at which place each row was wanted last before, and the slot of those rows that no step wants. Memory goes by
-what is looked at, not by nodes.
+what is looked at, not by nodes. In place of a slot a row on its way has its *flight*, which goes on likewise:
+whatever step has begun when it comes, it is known when the row is wanted next.
 
 Of several tables each has slots of its own. Rows are numbered on from table to table, as slots are.
 """
@@ -32,6 +33,9 @@ NO_USE = np.int32(2**31 - 1)  # the step of their next use
 
 _ENTRIES = 1.5  # for each row of which something is known
 _FULL = 0.8  # of all entries
+_IN_FLIGHT = 8  # at most one row of so many of the window; of more the first ones do not stay
+AWAY = -2  # less the flight's number
+_NO_ROW = -1  # of a place that nobody finds
 _EMPTY = -2  # the last place of an entry that is none
 _LAST_MAX = 2**31 - 1
 _AHEAD = 16  # ids
@@ -39,8 +43,9 @@ _AHEAD = 16  # ids
 WINDOW_ROWS_MAX = 2**29
 
 # Places in ``counts``: the step begun last; how many places have been given out before it, and how many are
-# taken from there on; how many had been when place 0 was, the last time before; how many entries are taken.
-NOW, START, _TAKEN, _BASE, _USED = range(5)
+# taken from there on; how many had been when place 0 was, the last time before; how many entries are taken;
+# how many flights there have been.
+NOW, START, _TAKEN, _BASE, _USED, FLIGHTS = range(6)
 
 
 class Window(NamedTuple):
@@ -48,10 +53,11 @@ class Window(NamedTuple):
 
     counts: NDArray[np.int64]
     entries: NDArray[Any]  # a row, its last place, counting on, and the slot of one that no step wants, or -1
-    rows: NDArray[Any]  # of each place, its row
+    rows: NDArray[Any]  # of each place
     following: NDArray[np.int32]  # the place of the row's next use
     later: NDArray[np.uint8]  # steps from this use to the next, and where there is none this step's number
-    slots: NDArray[np.int32]  # or -1
+    slots: NDArray[np.int32]  # -1 for none; AWAY - flight of a row that comes
+    flights: NDArray[np.int32]  # [flights, 3]: where the row is wanted next (-1: nowhere), that step, number
     steps: NDArray[np.int64]  # [STEPS_MAX, 3]: number, first place, places
     held: NDArray[np.int64]  # [tables, STEPS_MAX + 1], slots by their rows' next use
     uses: NDArray[np.int32]  # [slots + 1], the step that wants each one's row next, -1 where it is free
@@ -65,12 +71,13 @@ def make_window(rows: int, slots: list[int], numbers: int) -> Window:
     ``numbers``: of rows, from 0 to below that."""
     total, row = sum(slots), node_dtype(numbers)
     entry = np.dtype([("row", row), ("last", "<i4"), ("slot", "<i4")])
+    # entries for rows in all slots, and half as many as there are in the window, where many come again
     made = Window(
-        np.empty(5, np.int64), np.empty(_entries_for(rows, total), entry), np.empty(rows, row),
+        np.empty(6, np.int64), np.empty(int(_ENTRIES * (total + rows / 2)) + 4, entry), np.empty(rows, row),
         np.empty(rows, np.int32), np.empty(rows, np.uint8), np.empty(rows, np.int32),
-        np.empty((STEPS_MAX, 3), np.int64), np.empty((len(slots), STEPS_MAX + 1), np.int64),
-        np.empty(total + 1, np.int32), np.empty(total + 1, np.int32), np.empty(total, np.int32),
-        np.empty((len(slots), 3), np.int64),
+        np.empty((rows // _IN_FLIGHT + 4, 3), np.int32), np.empty((STEPS_MAX, 3), np.int64),
+        np.empty((len(slots), STEPS_MAX + 1), np.int64), np.empty(total + 1, np.int32),
+        np.empty(total + 1, np.int32), np.empty(total, np.int32), np.empty((len(slots), 3), np.int64),
     )  # fmt: skip
     made.tables[:, 0] = np.cumsum(slots)
     forget_all(made)
@@ -86,12 +93,7 @@ def forget_all(w: Window) -> None:
     w.counts[:] = 0
     w.counts[NOW] = -1
     w.entries["last"] = _EMPTY
-    w.uses[:], w.held[:], w.steps[:] = -1, 0, -1
-
-
-def _entries_for(rows: int, slots: int) -> int:
-    """For rows in all slots, and half as many as there are in the window, where many come again."""
-    return int(_ENTRIES * (slots + rows / 2)) + 4
+    w.uses[:], w.held[:], w.steps[:], w.flights[:] = -1, 0, -1, -1
 
 
 def _entry_bytes(numbers: int) -> float:
@@ -99,7 +101,7 @@ def _entry_bytes(numbers: int) -> float:
 
 
 def place_bytes(numbers: int) -> float:
-    return node_dtype(numbers).itemsize + 4 + 1 + 4 + _entry_bytes(numbers) / 2
+    return node_dtype(numbers).itemsize + 4 + 1 + 4 + 12 / _IN_FLIGHT + _entry_bytes(numbers) / 2
 
 
 def slot_bytes(numbers: int) -> int:
@@ -108,9 +110,8 @@ def slot_bytes(numbers: int) -> int:
 
 
 def window_bytes(rows: int, tables: int, numbers: int) -> int:
-    """Memory for what is known of steps, of so many rows together; beside :func:`slot_bytes` for each slot,
-    it is what the map takes."""
-    fixed = 5 * 8 + 5 * 16 + STEPS_MAX * 24 + tables * ((STEPS_MAX + 1) * 8 + 24) + 8
+    """Memory for what is known of steps, of so many rows, beside :func:`slot_bytes` for each slot."""
+    fixed = 6 * 8 + 5 * 16 + 4 * 12 + STEPS_MAX * 24 + tables * ((STEPS_MAX + 1) * 8 + 24) + 8
     return fixed + math.ceil(rows * place_bytes(numbers))
 
 
@@ -124,8 +125,8 @@ def borrow_window(w: Window) -> Window:
     """The same, as arrays that nobody owns; see :func:`featstore.tiers.slots.chains.borrowed`."""
     return Window(
         borrow(w.counts), borrow(w.entries), borrow(w.rows), borrow(w.following), borrow(w.later),
-        borrow(w.slots), borrow(w.steps), borrow(w.held), borrow(w.uses), borrow(w.owners), borrow(w.free),
-        borrow(w.tables),
+        borrow(w.slots), borrow(w.flights), borrow(w.steps), borrow(w.held), borrow(w.uses), borrow(w.owners),
+        borrow(w.free), borrow(w.tables),
     )  # fmt: skip
 
 
@@ -145,11 +146,6 @@ def _entry_from(w: Window, entry: Any, row: Any) -> Any:
     return entry
 
 
-@njit(**INLINED)
-def _entry_of(w: Window, row: Any) -> Any:
-    return _entry_from(w, _first_of(w, row), row)
-
-
 @njit(**PART)
 def _find_entries(
     w: Window, ids: NDArray[np.int64], found: NDArray[np.int32], lasts: NDArray[np.int32]
@@ -160,7 +156,7 @@ def _find_entries(
     following, later = np.int64(w.following.ctypes.data), np.int64(w.later.ctypes.data)
     for i in range(found.shape[0]):
         prefetch(entries + w.entries.itemsize * _first_of(w, ids[min(i + _AHEAD, last)]))
-        entry = _entry_of(w, ids[i])
+        entry = _entry_from(w, _first_of(w, ids[i]), ids[i])
         found[i], lasts[i] = entry, w.entries[entry].last
         before = ring_place(w, max(np.int64(lasts[i]), start))
         prefetch(following + 4 * before)
@@ -268,6 +264,7 @@ def _go_on(
     future = w.counts[START] + places_now(w)
     for i in known:
         if w.entries[found[i]].last >= begin:  # twice in a step
+            w.rows[ring_place(w, begin + i)] = _NO_ROW
             continue
         before = ring_place(w, lasts[i])
         w.following[before] = ring_place(w, begin + i)
@@ -294,6 +291,7 @@ def _begin_anew(
         one = w.entries[entry]
         new = one.last == _EMPTY
         if one.last >= begin or (new and c[_USED] >= limit):  # twice in a step, or too many
+            w.rows[ring_place(w, begin + i)] = _NO_ROW
             continue
         c[_USED] += new
         slot = np.int32(-1) if new else one.slot
@@ -322,7 +320,7 @@ def places_now(w: Window) -> Any:
 def put_idle(w: Window, row: int, slot: int) -> bool:
     """A slot has a row now that no step after the present one wants. False where one does, or another slot
     has it, or there is no memory for it."""
-    entry = _entry_of(w, row)
+    entry = _entry_from(w, _first_of(w, row), row)
     one, now = w.entries[entry], w.counts[START]
     if one.last == _EMPTY:
         if w.counts[_USED] >= np.int64(_FULL * w.entries.shape[0]):
@@ -348,15 +346,18 @@ def _end_step(w: Window) -> None:
     place, count = ring_place(w, c[START]), places_now(w)
     for i in range(count):
         slot, following = w.slots[place], w.following[place]
-        if slot >= 0:
-            if following >= 0:
-                w.slots[following], w.owners[slot] = slot, following
-            else:
-                entry = _entry_of(w, w.rows[place])
-                w.entries[entry].slot, w.owners[slot] = slot, -2 - entry
+        if slot <= AWAY:
+            w.flights[AWAY - slot, 0] = following
+            w.flights[AWAY - slot, 1] = c[NOW] + w.later[place]
+        if slot != -1 and following >= 0:
+            w.slots[following] = slot
+            if slot >= 0:
+                w.owners[slot] = following
         elif following < 0:
-            entry = _entry_of(w, w.rows[place])
-            if w.entries[entry].last == c[START] + i:
+            entry = _entry_from(w, _first_of(w, w.rows[place]), w.rows[place])
+            if slot >= 0:
+                w.entries[entry].slot, w.owners[slot] = slot, -2 - entry
+            elif w.entries[entry].last == c[START] + i:
                 take_out(w, entry)
         place = place + 1 if place + 1 < size else 0
     c[START] += count
@@ -373,7 +374,7 @@ def _begin_step(w: Window, step: int) -> None:
     w.held[:, step % STEPS_MAX] = 0
     for _ in range(places_now(w)):
         use = NO_USE if w.following[place] < 0 else np.int32(step + w.later[place])
-        use_next(w, w.slots[place], use)
+        use_next(w, max(w.slots[place], np.int32(-1)), use)
         place = place + 1 if place + 1 < size else 0
 
 

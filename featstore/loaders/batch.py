@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from featstore.arguments import need_package
 from featstore.base.modules import loaded
 from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
@@ -132,13 +133,14 @@ class Batch:
         """PyG's object: the sampler's own where it is one, with the rows as ``x``; else a ``Data`` with x,
         n_id, edge_index, batch_size, num_sampled_nodes, num_sampled_edges, e_id where edges have numbers, and
         edge_weight where they have weights; a ``HeteroData`` where there are edge types; all of it on the
-        device of the rows. Raises ImportError
-        without PyG; SourceError for several types of nodes without types of edges.
+        device of the rows. Raises MissingPackageError without PyG; SourceError for several types of nodes
+        without types of edges.
         """
-        import torch
-
         if of_pyg(self.sample):
             return self.sample
+        need_package("torch_geometric", "pyg", "batch.pyg()")
+        import torch
+
         made = self._hetero() if isinstance(self.n_id, Mapping) else self._homogeneous()
         like = _first(self.x)
         on_host = not isinstance(like, torch.Tensor) or like.device.type == "cpu"

@@ -53,7 +53,7 @@ class GivenShare:
         if isinstance(batches, LinkBatches):
             self._drop_last = drop_last or batches.drops_last
         self._divided = divided
-        length = known_length(batches)
+        length = known_length(batches) if self._drop_last and world_size > 1 else None
         if length and not self._steps(length):
             raise ArgumentError(
                 f"drop_last= leaves no mini-batch: there are {length:,}, fewer than the {world_size:,} ranks"

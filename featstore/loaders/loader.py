@@ -10,6 +10,8 @@ What the modes (:mod:`featstore.loaders.modes`) differ in is which rows are want
 
 from __future__ import annotations
 
+import atexit
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +24,6 @@ from featstore.base.environment import MEMORY
 from featstore.base.logs import LOG
 from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
-from featstore.base.threads import before_pools_end
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.links import LinksOfRanks
@@ -44,13 +45,16 @@ _open_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Close what a program left open, before readers are closed and the interpreter stops threads: an
-    iteration under way would wait for these for ever."""
+    """Close what a program left open, before readers are closed: an iteration under way would wait for these
+    for ever. After what the program has registered itself, which may ask a loader for its state."""
     for loader in list(_open_loaders):
-        loader.close()
+        try:
+            loader.close()
+        except Exception:
+            traceback.print_exc()
 
 
-before_pools_end(_close_all)
+atexit.register(_close_all)
 
 
 class Loader(Shown, LoaderBase):

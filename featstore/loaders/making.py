@@ -101,9 +101,11 @@ class Making:
     def mode(self) -> Mode:
         """The mode, over its loader."""
         given, ranks = self.given, self.ranks
-        place = place_of(given.get("shared", False), ranks.rank, ranks.shares, given.said)
+        shared = given.get("shared", False)
         if isinstance(self.store, WholeStore):
-            place = on_host(place, self.store.place, self.store.timeout_seconds)
+            place = on_host(shared, given.said, self.store.place, self.store.timeout_seconds)
+        else:
+            place = place_of(shared, ranks.rank, ranks.shares, given.said)
         if given.auto and ranks.shares > 1:  # who would each go by its own clock
             self.taken = auto_is_online(given, "several ranks take another mode only where it is asked for")
         if place is None:
@@ -111,11 +113,9 @@ class Making:
             mode = self._made(self._batches if links is None else links)
         else:
             alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
-            per_step = ranks.shares  # as of a loader of its own: of seeds, or of mini-batches around links
-            if self._links is None:
-                per_step *= self._seeds_of_a_step()["batch_size"]
-            else:
-                alike |= self._links.alike
+            alike |= {} if self._links is None else self._links.alike
+            # as of a loader of its own: of seeds, or of mini-batches around links
+            per_step = ranks.shares * (self._seeds_of_a_step()["batch_size"] if self._links is None else 1)
             alike |= {"store": self.store.uuid, "timeout_seconds": place.timeout_seconds}
             mode = HostMode(
                 place, ranks.rank, alike, self.shares.memory_bytes,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +25,7 @@ from featstore.arguments import as_batches, as_mapping, check_options, options_o
 from featstore.base.environment import MEMORY
 from featstore.base.state import position_of, state_of
 from featstore.base.system import submitted
-from featstore.base.threads import Runner, thread_pool
+from featstore.base.threads import Runner, before_pools_end, thread_pool
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
 from featstore.errors import ArgumentError, BudgetError, ClosedError
@@ -50,6 +51,15 @@ from featstore.storage.store import OpenStore, as_store
 from featstore.trace.trace import Trace
 
 TRAIN_SHARE = 0.7  # of the memory; preparing has the rest, unless one of them needs more
+_preparing: weakref.WeakSet[RollingLoader] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for one in list(_preparing):
+        one._stopping = True
+
+
+before_pools_end(_stop_all)  # which wait for what is prepared
 
 
 class RollingLoader(LoaderBase):
@@ -83,6 +93,7 @@ class RollingLoader(LoaderBase):
     ) -> None:  # fmt: skip
         super().__init__()
         self._tell, self._awaited = tell, False
+        self._stopping = False  # the program ends
         check_pack_name(name)
         as_batches(episode, "episode")
         check_repeatable(episode)
@@ -114,6 +125,7 @@ class RollingLoader(LoaderBase):
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
         self._given_back, self._closing = False, threading.RLock()
+        _preparing.add(self)
         self._done = NOTHING_YET  # of the episodes before the one that trains
         self._at = (0, 0)  # episode, mini-batches of it handed out
         self._remote: list[tuple[int, int]] = []  # rows of other hosts, and bytes, of each episode
@@ -187,7 +199,7 @@ class RollingLoader(LoaderBase):
             yield batch
 
     def _unless_closed(self, *told: Any) -> None:
-        if self._closed:
+        if self._closed or self._stopping:
             raise ClosedError("the loader is closed; make another with store.loader()")
         if told and self._awaited and self._tell is not None:
             self._tell(*told)

@@ -19,7 +19,7 @@ from featstore.base.files import load_given
 from featstore.base.ids import is_tensor, plain_array
 from featstore.base.system import is_regular
 from featstore.base.training_nodes import checked_train
-from featstore.errors import SourceError
+from featstore.errors import ArgumentError, SourceError
 from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.graphs.values import EdgeValues
 from featstore.packing.keys.sources import KeySource, as_key_column, is_of_id, key_source
@@ -104,7 +104,7 @@ def parse_inputs(
     if not features:
         raise SourceError("there is nothing to pack: no table of features was given")
     for name in features:
-        check_name(name, "table")
+        check_name(name, "table", ArgumentError)
     features = _counted_by_keys(features, node_keys)
     # What is asked for by name replaces what the data bring: naming some relations leaves out the others.
     graphs, types, relations = _graphs(own_graphs if graph is None else graph, features, is_pyg(data))
@@ -130,7 +130,7 @@ def parse_inputs(
     own_arrays = {name: array for name, array in own_arrays.items() if name not in used}
     small = own_arrays | {name: small_array(name, value) for name, value in named.items()}
     for name in small:
-        check_name(name, "array")
+        check_name(name, "array", ArgumentError)
     warnings, edge_rows = [], {name: "" for name in tables if is_edge_table(name, tables)}
     if types:
         edge_rows = _rows_of_edges(tables, types)

@@ -91,9 +91,10 @@ def pack(
             make are then made together, with as many partitions for each.
         arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or
             path of a ``.npy``.
-        order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else multilevel; as given
-            without a graph), ``"given"``, ``"permutation"``, ``"degree"``, ``"metis"``, ``"multilevel"``,
-            ``"ldg"``, ``"bfs"``.
+        order: ``"auto"`` (METIS where there is a graph of at most 5 million stored edges and METIS fits the
+            memory, else multilevel; LDG without pymetis, or where that does not fit either; as given without
+            a graph, and where the table is one partition), ``"given"``, ``"permutation"``, ``"degree"``,
+            ``"metis"``, ``"multilevel"``, ``"ldg"``, ``"bfs"``.
         permutation: with order ``"permutation"``: node ids in row order, as an array or the path of a
             ``.npy``.
         partitions: how many parts partitioners make (of the orders all but given, permutation and degree);

@@ -32,7 +32,7 @@ from featstore.base.ids import (
     rows_of,
 )
 from featstore.base.sheets import Sheet, Shown
-from featstore.base.threads import close_later
+from featstore.base.threads import close_later, closed_later
 from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
 from featstore.plan.budget import TableNeed, own_bytes
@@ -89,6 +89,7 @@ class TieredReader(Shown):
         self.through = " over ".join([*self._before] + ["disk"] * (self._disk is not None))
 
     def _open(self, specs: list[TierSpec], options: dict[str, Any]) -> None:
+        closed_later()
         check_options(options, [*options_of(Reader), "tiers"], "a reader of tiers")
         if options.get("by_row"):
             raise ArgumentError("by_row is of a reader without tiers over it: these know rows by node ids")

@@ -175,7 +175,7 @@ class Collection:
             else:
                 left = True
                 try:
-                    if path.suffix == ROLLING and lock.fresh:  # which proves nothing of what has such names
+                    if path.suffix == ROLLING and lock.fresh and made:  # it proves nothing of these
                         self._foreign(path, "it is empty, so what lies beside it may be a user's own")
                     elif path.suffix == ROLLING:
                         theirs.update(made)

@@ -23,6 +23,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from featstore.arguments import (
     known_name,
     options_of,
 )
+from featstore.base.threads import close_later
 from featstore.errors import ArgumentError, ClosedError, DeviceError, SourceError
 from featstore.reader.options import READING, check_reading
 from featstore.reader.reader import Reader
@@ -124,6 +126,7 @@ class SharedBuffer:
             about = About.of(store, self._tables, split.batch_rows, split.offsets)
             self._service = opened.enter_context(Service(buffers, file, self._key, about))
             self._opened = opened.pop_all()
+        weakref.finalize(self, _close_dropped, self._opened, self._pid).atexit = False
 
     @property
     def tables(self) -> list[str]:
@@ -183,6 +186,11 @@ class SharedBuffer:
     def __repr__(self) -> str:
         slots = ", ".join(f"{count:,} rows of {name!r}" for name, count in self.slots.items())
         return f"<SharedBuffer of {slots}, {self.memory_bytes:,} bytes>"
+
+
+def _close_dropped(opened: ExitStack, process: int) -> None:
+    if process == os.getpid():
+        close_later(opened.close)
 
 
 def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from featstore.base.folders import is_file, is_folder, is_taken, real_path
-from featstore.errors import FormatError, StoreExistsError
+from featstore.errors import ArgumentError, StoreExistsError
 from featstore.storage.belongings import TRACE
 from featstore.storage.disk import Disk
 from featstore.storage.generations import remove_store, writer_lock
@@ -44,11 +44,11 @@ def packs_to_write(store: OpenStore) -> Path:
 
 
 def check_pack_name(name: str) -> None:
-    """Raise FormatError for what cannot be the name of a compiled trace."""
-    check_name(name, "compiled trace")
+    """Raise ArgumentError for what cannot be the name of a compiled trace."""
+    check_name(name, "compiled trace", ArgumentError)
     for ending in (FORECAST, TRACES, PREPARING, ROLLING):
         if name.endswith(ending):
-            raise FormatError(
+            raise ArgumentError(
                 f"compiled trace name {name!r} is not allowed: {ending!r} at the end has a meaning of its own"
             )
 

@@ -14,8 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError, MissingPackageError
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingPackageError(
+        f"rows on a device need {error.name}: pip install 'featstore[torch]'", name=error.name
+    ) from error
 
 from featstore.arguments import as_choice, as_device
 from featstore.base.buffers import empty_rows
@@ -26,7 +34,6 @@ from featstore.base.system import CALLER, POOL, Turn
 from featstore.base.threads import Permits, Wake, Worker
 from featstore.base.transfers import Done, Transfer
 from featstore.engine.request import Request, in_pieces
-from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.storage.store import Table
 from featstore.tiers import PolicyNow, RowSource, Tier, source_tables, table_shares
 from featstore.tiers.buffer_tier import BUFFER_POLICIES

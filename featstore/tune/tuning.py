@@ -174,6 +174,7 @@ class _Tuner:
             self._look_at(loader)
             self._say("extracting")
             extract = pf.time_extraction(loader, switch, self._fitting(), self._time.part("extract"))
+        del loader  # and its rows, before others are there
         self._say("sampling with workers")
         sample = self._sampling()
         self._say("reading")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import need_torch
 from featstore.errors import WaitTimeoutError
 from featstore.sampling.batches import GraphSampler
 from featstore.sampling.recorded_epochs import RecordedEpochs
@@ -142,8 +143,9 @@ def stand_in(columns: int, fanouts: Sequence[int], hidden: int = 256) -> Callabl
     """A training step of GraphSAGE (mean aggregation, a layer for each hop, made-up labels) on what an online
     loader hands out.
 
-    ``columns``: numbers of a feature row. Needs torch.
+    ``columns``: numbers of a feature row. Raises MissingPackageError without torch.
     """
+    need_torch("a training step to stand in for yours (say step_ms= instead)")
     import torch
     from torch import nn
 

@@ -157,7 +157,7 @@ def test_as_many_steps_are_known_as_there_is_memory_for_and_not_more() -> None:
         for coming in (large, small):
             look_ahead(coming, steps, step)
             coming.begin(step)
-        assert large.added == min(4 * (step + 1), step + window.STEPS_MAX - 1 + (step == 0))
+        assert large.added == min(17 * (step + 1), step + window.STEPS_MAX - 1 + (step == 0))
         assert small.added - step <= 11
         held_by(large)
         held_by(small)
@@ -424,11 +424,13 @@ def test_a_list_of_mini_batches_is_looked_ahead_at(store: featstore.Store) -> No
             wanted, coming = np.array(sorted(others[now])), looking.ahead.coming
             places = np.arange(len(wanted), dtype=np.int32)
             missed = coming.serve(0, wanted, 0, 2048, 0, places)  # of which nothing is there
-            assert coming.added >= min(12, 4 * (now + 1))
-            for node, (_, place, use) in zip(missed.ids, missed.known, strict=True):
+            assert coming.added >= 12
+            w = coming._window
+            for node, number in zip(missed.ids, missed.known, strict=True):
                 following = [step for step in range(now + 1, min(12, coming.added)) if node in others[step]]
+                place = w.flights[number % len(w.flights), 0]
+                assert w.rows[place] == node
                 if following:
-                    assert place >= 0
-                    assert use == following[0]
+                    assert now + w.later[place] == following[0]
                     known += 1
     assert known > 100

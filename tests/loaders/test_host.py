@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -188,6 +189,89 @@ def test_breaking_off(path: Path, start: Any, mode: str) -> None:
         assert first == expected[rank][0][:2]
         assert second == (expected[rank][1][:1] if rank == 1 else expected[rank][1])
         assert third == expected[rank][2]
+
+
+def test_a_loop_may_keep_what_it_had_when_it_broke_off(path: Path, start: Any) -> None:
+    """In every rank the last two, which is as many as there are places for: they stay the loop's, and the
+    next epochs begin."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online") as loader:
+            kept, epochs = [], []
+            for _ in range(2):
+                begun = iter(loader)
+                kept += [next(begun), next(begun)]
+                begun.close()
+                epochs.append([drawn(batch) for batch in loader])
+            return [drawn(batch) for batch in kept], epochs
+
+    expected = alone(path, "online", 4)
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        kept, epochs = found
+        assert kept == expected[rank][0][:2] + expected[rank][2][:2]
+        assert epochs == [expected[rank][1], expected[rank][3]]
+
+
+def test_a_signal_that_closes_ends_a_loop_that_waits(path: Path, start: Any) -> None:
+    """In the rank that reads for others, and in another one: the third never begins."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        loader = shared_loader(path, rank, "online")
+        if rank == 2:
+            time.sleep(2)
+            return None
+        signal.signal(signal.SIGALRM, lambda *_: loader.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(ClosedError):
+            next(iter(loader))
+        return "ended"
+
+    for rank, one in enumerate(start(work)):
+        assert one.told() == ("gave", None if rank == 2 else "ended")
+
+
+def test_one_that_is_dropped_is_closed(path: Path, start: Any) -> None:
+    """With its threads, and what it holds, when all ranks have dropped theirs; and others can be made."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        for _ in range(2):
+            loader = shared_loader(path, rank, "online")
+            assert sum(1 for _ in loader) > 1
+            del loader
+            gc.collect()
+            end = time.monotonic() + SECONDS
+            while names := [t.name for t in threading.enumerate() if t.name.startswith("featstore-host")]:
+                assert time.monotonic() < end, names
+                time.sleep(0.01)
+        return len(os.listdir("/proc/self/fd"))
+
+    for one in start(work):
+        kind, found = one.told()
+        assert kind == "gave", found
+        assert found < 60
+
+
+def test_a_report_that_was_broken_off_is_not_taken_for_the_next_one(path: Path, start: Any) -> None:
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online") as loader:
+            mode, hear = loader._mode, loader._mode._hear
+
+            def interrupted(seconds: Any) -> Any:
+                mode._hear = hear
+                raise KeyboardInterrupt
+
+            mode._hear = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                loader.report()
+            list(loader)
+            return loader.report().buffers, loader.report().buffers
+
+    for one in start(work):
+        kind, found = one.told()
+        assert kind == "gave", found
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("killed", [0, 1])

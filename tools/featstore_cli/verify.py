@@ -97,9 +97,20 @@ def _compiled_in(store: Path) -> list[Path]:
         if unfinished:
             remark(f"{path} holds an unfinished compiled trace, which is not verified")
         left = not unfinished and any(_GENERATION.fullmatch(name) for name in names)
+        if left and "featstore.json" not in names and _is_of_loader(path):
+            remark(f"{path} is left from a loader of fresh mini-batches, and not verified: featstore gc")
+            continue
         if "featstore.json" in names or (left and not _is_busy(path)):
             found.append(path)
     return found
+
+
+def _is_of_loader(path: Path) -> bool:
+    """Whether it has the name of an episode, which loaders remove when they end, or are killed."""
+    from featstore.storage.packs import EPISODES, ROLLING
+
+    episodes = [ending for ending in EPISODES if path.name.endswith(ending)]
+    return any(path.with_name(path.name.removesuffix(one) + ROLLING).is_file() for one in episodes)
 
 
 def _is_busy(path: Path) -> bool:
@@ -127,6 +138,8 @@ def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str
         "name": path.name, "ok": False, "unknown": False, "stale": False, "because": "", "report": None
     }  # fmt: skip
     try:
+        if path.is_dir():
+            os.listdir(path)  # or it is told why not
         compiled = read_manifest(path)[0].compiled
         report = _verify(path, f"packs/{path.name}/", buffered)
     except IncompleteStoreError as error:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from featstore.base.system import refusal
+from featstore.base.system import asking, refusal
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ArgumentError, ClosedError, WaitTimeoutError
 from featstore.shared import protocol
@@ -110,9 +110,14 @@ def heard_from(sockets: Iterable[socket.socket], seconds: float | None = None) -
     return {number for number, _ in poll.poll(None if seconds is None else 1000 * seconds)}
 
 
+def _line() -> Line:
+    with asking("the loader of this host", "make a socket of"):
+        return Line(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+
+
 def pair() -> tuple[Line, Line]:
-    """Both ends of a line within this process."""
-    with protocol.forking:
+    """Both ends of a line within this process. Raises DeviceError."""
+    with protocol.forking, asking("the loader of this host", "make a socket of"):
         first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return Line(first), Line(second)
 
@@ -121,7 +126,7 @@ class Meeting:
     """Where the owner waits for the other ranks of its host."""
 
     def __init__(self, address: str) -> None:
-        with protocol.forking:
+        with protocol.forking, asking("the loader of this host", "make a socket of"):
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             protocol.register(self)
         try:
@@ -145,7 +150,7 @@ class Meeting:
                         f"of {count + 1} ranks of this host {len(found) + 1} have made their shared loader "
                         f"within {MEET_SECONDS:.0f} seconds: all have to, with the same shared="
                     )
-                with protocol.forking:
+                with protocol.forking, asking("the loader of this host", "make a socket of"):
                     line = Line(self.socket.accept()[0])
                 if line.is_ours:
                     found.append(line)
@@ -172,8 +177,8 @@ def line_to(address: str, opening_seconds: float = 0.0) -> Line:
     end = time.monotonic() + seconds
     while True:
         with protocol.forking:
+            line = _line()
             try:
-                line = Line(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 line.socket.connect(address)
             except ConnectionRefusedError:
                 line.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -16,7 +17,8 @@ from typing import Any
 from featstore.base.passed_errors import decode_error
 from featstore.base.process import OneProcess
 from featstore.base.state import position_of
-from featstore.errors import ArgumentError, ClosedError, FeatstoreError, WaitTimeoutError
+from featstore.base.threads import close_later, closed_later
+from featstore.errors import ArgumentError, ClosedError, DeviceError, FeatstoreError, WaitTimeoutError
 from featstore.hosts.places import WIRE_PATIENCE
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.line import MEET_SECONDS, Line, Pulse, line_to, pair
@@ -57,12 +59,14 @@ class HostMode(OneProcess, Mode):
         self._others: deque[tuple[Any, ...]] = deque()  # heard while something else was waited for
         self._seconds, self._batches = {"wait": 0.0, "train": 0.0}, 0
         self._last_report: LoaderReport | None = None
+        self._reports = 0  # that have been asked for, and not been heard
         self._file = -1  # the shared memory, until it is mapped
         self._whole_steps = 0  # of all ranks, of an iteration that failed
         self._ended = b""  # the error that tells why nothing comes any more
         self._place = place
         self._pulse: Pulse | None = None
         alike = fingerprint(options)
+        closed_later()
         with ExitStack() as opened:
             if place.local_rank == 0:
                 own, self._line = pair()
@@ -70,6 +74,8 @@ class HostMode(OneProcess, Mode):
                 opened.callback(own.close)
                 service = HostService(place, rank, alike, memory_bytes, own, make)
                 opened.callback(service.close)
+                # Its threads keep it alive.
+                weakref.finalize(self, close_later, service.close).atexit = False
             else:
                 # of several hosts it opens their store first, and waits for them all
                 self._line = line_to(place.address, WIRE_PATIENCE * (place.timeout_seconds or 0.0))
@@ -80,6 +86,8 @@ class HostMode(OneProcess, Mode):
                 self._pulse = Pulse(self._line, place.timeout_seconds)
                 opened.callback(weakref.finalize(self, self._pulse.end))
             _, slot_bytes, self._template = self._heard("welcome")
+            if self._file < 0:  # the system had none to give
+                raise DeviceError(errno.EMFILE, "shared memory", None, "have a descriptor of")
             self._slots = SharedSlots(self._file, slot_bytes)
             # Who ends without having closed, says so as well; who is killed does not.
             opened.callback(weakref.finalize(self, _say_close, self._line, os.getpid()))
@@ -101,7 +109,7 @@ class HostMode(OneProcess, Mode):
             if descriptors:
                 self._file = descriptors[0]
             if message is None:
-                self._ended = error_of(ClosedError(_OWNER_GONE))
+                self._ended = self._ended or error_of(ClosedError(_OWNER_GONE))
             elif message[0] == "failed":
                 self._ended = message[1]
             elif message[0] == "closed":
@@ -130,6 +138,7 @@ class HostMode(OneProcess, Mode):
     def epoch(self) -> Generator[Batch]:
         epoch, step, at = self._position
         self._break_off()
+        self._say_kept(2**62)  # of iterations before: nothing comes after those that the loop still has
         run = self._run
         self._line.say("begin", run, epoch, step, at, self._begins, self._batches)
         over, had, before, self._whole_steps = False, 0, self._position, 2**62
@@ -152,9 +161,7 @@ class HostMode(OneProcess, Mode):
                 del batch
                 last = time.perf_counter()
                 self._seconds["train"] += last - now
-                for older in [one for one in list(self._alive) if one < number]:
-                    self._alive.pop(older, None)
-                    self._line.say("kept", older)
+                self._say_kept(number)
         except Exception:
             over, self.ahead = True, had > self._whole_steps
             if self.ahead:
@@ -163,6 +170,12 @@ class HostMode(OneProcess, Mode):
         finally:
             if not over and run == self._run:
                 self._line.say("stop", run)
+
+    def _say_kept(self, before: int) -> None:
+        """Those mini-batches before this one that the loop still has stay with it."""
+        for number in [one for one in list(self._alive) if one < before]:
+            self._alive.pop(number, None)
+            self._line.say("kept", number)
 
     def _next(self, run: int) -> tuple[int, Batch, Any] | None:
         """A mini-batch of this iteration, its number, and the mode's state after it; None at the end."""
@@ -254,8 +267,11 @@ class HostMode(OneProcess, Mode):
         with self._lock:
             if self._last_report is None:
                 self._line.say("report")
+                self._reports += 1
                 try:
-                    _, report = self._heard("report", seconds=seconds)
+                    while self._reports:  # those before were broken off
+                        _, report = self._heard("report", seconds=seconds)
+                        self._reports -= 1
                 except FeatstoreError:
                     if self._last_report is None:
                         raise
@@ -265,12 +281,15 @@ class HostMode(OneProcess, Mode):
             return self._last_report
 
     def close(self) -> None:
-        """Go; the owner ends it for all ranks of the host."""
-        with contextlib.suppress(FeatstoreError):
-            self._last_report = self._report(MEET_SECONDS)
+        """Go; the owner ends it for all ranks of the host. An iteration that waits for a mini-batch, in this
+        thread (a signal's handler closes) or another, is not waited for, nor is there a last report then."""
+        if not self._lock.locked():
+            with contextlib.suppress(FeatstoreError):
+                self._last_report = self._report(MEET_SECONDS)
         self._ended = self._ended or error_of(
             ClosedError("the loader is closed; make another with store.loader()")
         )
+        self._others.clear()
         self._opened.close()
 
 

@@ -129,15 +129,20 @@ def introduced(
     return (rank, *(one for one, _ in in_order)), [line for _, line in in_order]
 
 
-def on_host(place: Place | None, host: HostPlace, timeout_seconds: float) -> Place | None:
-    """A rank's place among those of its host, of a store that is split by hosts. Raises ArgumentError."""
+def on_host(
+    shared: bool | str, own: Mapping[str, Any], host: HostPlace, timeout_seconds: float
+) -> Place | None:
+    """A rank's place among those of its host, of a store that is split by hosts; the rest as for
+    :func:`place_of`. Raises ArgumentError."""
     if host.ranks == 1:
-        if place is not None and place.ranks > 1:
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if shared is not False and said.isdecimal() and int(said) > 1:
             warn(
-                f"shared=True: this machine has {place.ranks} ranks, and each is a host of the split store "
-                "with a part and a loader of its own: nothing is shared, and each takes memory= for itself"
+                f"shared=True: this machine has {said} ranks, and each is a host of the split store with a "
+                "part and a loader of its own: nothing is shared, and each takes memory= for itself"
             )
         return None
+    place = place_of(shared, host.share(host.local_rank), host.hosts * host.ranks, own)
     if place is None:
         raise ArgumentError(
             f"each host has {host.ranks} ranks, and local rank 0 has the lines to other hosts: give "

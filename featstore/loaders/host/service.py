@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from featstore.base.logs import LOG
 from featstore.base.passed_errors import encode_error
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreError
@@ -82,7 +83,9 @@ def _nothing() -> Generator[Batch]:
 
 
 def error_of(error: BaseException) -> bytes:
-    """An error on its way to a rank."""
+    """An error on its way to a rank. Where one that is not ours was raised is told here."""
+    if not isinstance(error, FeatstoreError):
+        LOG.error("%s passes an error on to the ranks of this host:", _WHO, exc_info=error)
     return encode_error(error, _WHO)
 
 
@@ -285,6 +288,9 @@ class HostService:
         try:
             while not self._ended:
                 there = {one.line.socket.fileno(): one for one in self._ranks if not one.closed}
+                if not there:
+                    self._closing = True  # for whoever waits for epochs to begin
+                    self._changed.set()
                 if not there or -1 in there:
                     return
                 before = time.monotonic()

@@ -60,13 +60,11 @@ def check_known_ahead(batches: Sampler | None) -> None:
 def tables_looked_at(
     store: WholeStore, share: RankedBatches | GivenShare | None, of_types: bool, graph: str | None
 ) -> list[Table]:
-    """Tables whose rows are wanted by ids of nodes: of all types that the store samples, around links too,
-    and that have features, of the graph that it samples from, or all, which lists of mini-batches may
-    name."""
-    if of_types or (isinstance(share, GivenShare) and share.of_links):
-        return [store.table(name) for name in store.node_types if name not in store.featureless]
-    sampled = isinstance(share, RankedBatches)
-    return [store.table(graph_of(store, graph).table.name)] if sampled else list(store.tables.values())
+    """Tables whose rows are wanted by ids of nodes: of the graph that the store samples from, or of all types
+    that have features: those that it samples, around links too, and that lists of mini-batches may name."""
+    if isinstance(share, RankedBatches) and not of_types:
+        return [store.table(graph_of(store, graph).table.name)]
+    return [store.table(name) for name in store.node_types if name not in store.featureless]
 
 
 class Lookahead:
@@ -82,7 +80,7 @@ class Lookahead:
         tables: Sequence[Table], nodes: Callable[[Any], Any] | None, kept_bytes: int = 0,
     ) -> None:  # fmt: skip
         assert share is not None
-        weights = [_remote_bytes(store, table) for table in tables] if len(tables) > 1 else None
+        weights = [_remote_bytes(store, table, share) for table in tables] if len(tables) > 1 else None
         self.ahead = Ahead(tables, parse_bytes(memory, "halo"), weights)
         self._store, self._share, self._nodes = store, share, nodes
         self.trained: Sampler | None = None
@@ -206,8 +204,11 @@ def _bytes_of(value: Any) -> int:
     return int(getattr(value, "nbytes", 0))
 
 
-def _remote_bytes(store: WholeStore, table: Table) -> int:
-    """Of rows that this host may want of others: of a table that graphs lead from, those of its halo."""
+def _remote_bytes(store: WholeStore, table: Table, share: RankedBatches | GivenShare) -> int:
+    """Of rows that this host may want of others: of a table that graphs lead from, those of its halo. Of any
+    other none where the store samples, around nodes of this host."""
     if any(graph.source_table.name == table.name for graph in store.part.graphs.values()):
         return len(halo_ids_of(table)) * table.row_bytes
+    if isinstance(share, RankedBatches):
+        return 0
     return (table.rows - store.owners[table.name].rows) * table.row_bytes

@@ -86,7 +86,9 @@ def parse_pairs(
                 found += 1
             else:
                 if at < size and text[at] == _QUOTE:
-                    at = end_of_quoted(text, at)
+                    cell, at = at, end_of_quoted(text, at)
+                    if parted == 9 and (at < 0 or (at < size and text[at] not in (9, 10, 13))):
+                        at = cell  # where tabs part cells, many write quotes that mean nothing
                     if at < 0:
                         return pairs, min(first_of_line, size - 1)
                 while at < size and text[at] not in (10, 13, tab, comma, semicolon, space):

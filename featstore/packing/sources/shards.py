@@ -104,8 +104,8 @@ def _by_name(paths: Sequence[Path], where: Path) -> list[Path]:
         other = known.setdefault((status.st_dev, status.st_ino), one)
         if other is not one:
             raise SourceError(
-                f"{where}: {other.name} and {one.name} are the same file, and its rows would stand twice: "
-                "take the link away, or give a list of those that count"
+                f"{where}: {other.name} and {one.name} are the same file, and its rows may stand twice: "
+                "take the link away, or, where both are meant, give a list of all shards in their order"
             )
     return ordered
 
