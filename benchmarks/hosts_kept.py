@@ -139,7 +139,7 @@ def seconds_of_ahead(
     steps = [recorded[k % len(recorded)] for k in range(5 * STEPS_MAX)]
     table, most = narrow.table("features"), max(map(len, steps))
     coming = Upcoming(STEPS_MAX * most, [slots], [0, table.rows])
-    tier = AheadTier(_Empty(narrow, {}), coming, ["features"])
+    tier = AheadTier(_Empty(narrow, {}), coming, {"features": np.empty(slots * table.row_bytes, np.uint8)})
     rows, begin, looked = np.empty((most, 1), np.float32), 0.0, 0.0
     try:
         for step, wanted in enumerate(steps[: 3 * STEPS_MAX]):

@@ -28,7 +28,7 @@ from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_i
 from featstore.base.environment import MEMORY
 from featstore.base.ids import plain_array
 from featstore.base.process import OneProcess
-from featstore.base.threads import close_later
+from featstore.base.threads import close_apart
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
@@ -224,7 +224,7 @@ class LinkNeighborLoader:
         self.close()
 
     def __del__(self) -> None:
-        close_later(self.close)
+        close_apart(self.close)
 
     def __repr__(self) -> str:
         return f"LinkNeighborLoader({self.loader!r})"

@@ -29,7 +29,7 @@ from featstore.base.environment import MEMORY
 from featstore.base.ids import plain_array
 from featstore.base.process import OneProcess
 from featstore.base.tensors import has_tensor, to_device
-from featstore.base.threads import close_later
+from featstore.base.threads import close_apart
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
 from featstore.loaders.batch import Batch, device_of_rows
@@ -218,7 +218,7 @@ class NeighborLoader:
         self.close()
 
     def __del__(self) -> None:
-        close_later(self.close)
+        close_apart(self.close)
 
     def __repr__(self) -> str:
         return f"NeighborLoader({self.loader!r})"

@@ -315,6 +315,12 @@ def close_later(close: Callable[[], None]) -> None:
         closer.dropped.put(close)  # the one thing that may be interrupted by itself
 
 
+def close_apart(close: Callable[[], None]) -> None:
+    """The same for what waits for threads that may make something with threads themselves, and so wait for
+    that thread: by one of its own."""
+    close_later(lambda: Worker(close, "featstore-closing").start())
+
+
 def closed_later() -> None:
     """Return when all that was dropped until now has been closed, its memory given back; from then on there
     is the thread that :func:`close_later` needs. To be called where what has threads is made. Raises

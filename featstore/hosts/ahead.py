@@ -54,7 +54,7 @@ class Upcoming:
         self._window = window.make_window(rows, self.slots, self._firsts[-1])
         self._lock = threading.Lock()
         self.added = self._begun = 0  # steps, and how often they began anew
-        self._most = 0  # rows of one of them
+        self._waiting: tuple[int, NDArray[np.int64]] | None = None  # the one added last, and its rows
         none = np.empty(0, np.int64)  # so that kernels are there
         window.add_step(self._window, none, 0)
         self.restart()
@@ -66,33 +66,42 @@ class Upcoming:
         """Forget all steps: the next one that is added is step 0. Rows stay."""
         with self._lock:
             window.forget_steps(self._window)
-            self.added = self._most = 0
+            self.added, self._waiting = 0, None
             self._begun += 1
 
     def wants(self, step: int) -> bool:
         """Whether one more should be added before this step goes to whoever trains: that itself, and a few
         more each time, as far as there is memory."""
         with self._lock:
-            if self.added <= step:
-                return True
-            end = self._step + window.STEPS_MAX
-            more = self.added < min(end, (_STEPS_AT_ONCE + 1) * (step + 1))
-            return more and window.room(self._window) >= self._most
+            end = min(self._step + window.STEPS_MAX, (_STEPS_AT_ONCE + 1) * (step + 1))
+            return self.added <= step or (self.added < end and self._waiting is None)
 
     def add(self, ids: NDArray[np.int64]) -> None:
-        """The numbers of the rows that the next step wants, all different. What there is no memory for is not
-        looked at; the step after it is not waited for longer than the window goes."""
+        """The numbers of the rows that the next step wants, all different. Where there is no memory for them
+        all, they wait until there is, the step begins, or another one is added; what that is too little for
+        is not looked at. Nobody waits for a step longer than the window goes."""
         with self._lock:
             step, self.added = self.added, self.added + 1
-            self._most = max(self._most, len(ids))
+            self._add_waiting()
             window.begin_step(self._window, step - window.STEPS_MAX + 1)
             if step > self._step:
-                window.add_step(self._window, ids, step)
+                self._waiting = step, ids
+                self._add_waiting(len(ids))
+
+    def _add_waiting(self, room: int = 0) -> None:
+        """Add the step that waits, where there is memory for so many rows at least."""
+        if self._waiting is not None and window.room(self._window) >= room:
+            window.add_step(self._window, self._waiting[1], self._waiting[0])
+            self._waiting = None
 
     def begin(self, step: int) -> None:
         """The rows that are asked for from now on are of this step, or of none."""
         with self._lock:
+            if self._waiting is not None and self._waiting[0] <= step:
+                window.begin_step(self._window, self._waiting[0] - 1)  # whose memory comes back
+                self._add_waiting()
             window.begin_step(self._window, step)
+            self._add_waiting(0 if self._waiting is None else len(self._waiting[1]))
 
     def serve(
         self, table: int, ids: NDArray[np.int64], rows: int, row_bytes: int, target: int,
@@ -128,13 +137,6 @@ class Upcoming:
     def memory_bytes(self) -> int:
         return sum(array.nbytes for array in self._window)
 
-    def empty(self) -> None:
-        """All slots are free, and no step is known."""
-        with self._lock:
-            window.forget_all(self._window)
-            self.added = self._most = 0
-            self._begun += 1
-
 
 class Ahead:
     """Rows of ``tables`` of other hosts, in ``memory_bytes``. ``weights``: of the tables, by which memory is
@@ -164,7 +166,7 @@ class Ahead:
         firsts = np.cumsum([0, *(table.rows for table in tables)]).tolist()
         self._firsts = dict(zip(self.tables, firsts, strict=False))
         self.coming = Upcoming(rows, slots, firsts)
-        self._tier: AheadTier | None = None
+        self._rows: dict[str, NDArray[np.uint8]] = {}
 
     def add(self, ids: Mapping[str, NDArray[np.int64]]) -> None:
         """The rows that the next step wants of other hosts, all of a table different."""
@@ -187,10 +189,10 @@ class Ahead:
     def over(self, below: RowSource, memory_bytes: int) -> AheadTier:
         if memory_bytes < self._memory_bytes:  # by which all has been divided
             raise BudgetError(self._memory_bytes, memory_bytes, "keep rows of other hosts (halo=)")
-        if self._tier is not None:  # which has gone, with its rows
-            self.coming.empty()
-        self._tier = AheadTier(below, self.coming, self.tables)
-        return self._tier
+        if not self._rows:  # else they stay, as does what is known of steps, where one tier follows another
+            pairs = zip(self.tables, self.coming.slots, strict=True)
+            self._rows = {n: empty_rows(slots, below.store.table(n).row_bytes) for n, slots in pairs}
+        return AheadTier(below, self.coming, self._rows)
 
     def __repr__(self) -> str:
         return f"Ahead({self.tables!r}, {self._memory_bytes:,})"
@@ -209,18 +211,16 @@ class _Kept(NamedTuple):
 
 
 class AheadTier(OverSource):
-    """See the module's text. ``tables``: those that ``coming`` has slots of, in their order; of others it
-    holds nothing. It belongs to one process."""
+    """See the module's text. ``rows``: memory for the slots of those tables that ``coming`` has some of, in
+    their order. Of others it holds nothing. It belongs to one process."""
 
     name = "ahead"
 
-    def __init__(self, below: RowSource, coming: Upcoming, tables: Sequence[str]) -> None:
+    def __init__(self, below: RowSource, coming: Upcoming, rows: Mapping[str, NDArray[np.uint8]]) -> None:
         super().__init__(below)
         self._coming, self._kept = coming, dict[str, _Kept]()
-        for number, name in enumerate(tables):
-            table = below.store.table(name)
-            rows = empty_rows(coming.slots[number], table.row_bytes)
-            self._kept[name] = _Kept(table, number, rows)
+        for number, name in enumerate(rows):
+            self._kept[name] = _Kept(below.store.table(name), number, rows[name])
         self._lock, self._hits = threading.Lock(), 0
 
     @property

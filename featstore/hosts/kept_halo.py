@@ -59,8 +59,10 @@ class KeptHalo:
         self._tables: list[str] = []
 
     def over(self, below: RowSource) -> Tier:
-        """The tier, now over this source: a new one where it has other tables. Raises BudgetError."""
-        if self._tier is not None and self._below is not None and set(self._tables) == set(below.tables):
+        """The tier, now over this source: a new one where it has other tables, unless it knows what comes of
+        all. Raises BudgetError."""
+        alike = self._looks_ahead or set(self._tables) == set(below.tables)
+        if self._tier is not None and self._below is not None and alike:
             self._below.take_from(below)
             return self._tier
         self.close()

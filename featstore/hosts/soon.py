@@ -29,10 +29,12 @@ from featstore.hosts.window import (
     borrow_window,
     count_of,
     first_slot,
+    idle_slot,
     places_now,
     put_idle,
     ring_place,
     take_out,
+    use_after,
     use_next,
 )
 
@@ -91,18 +93,20 @@ def serve_soonest(
     ``left_to``; returns how many. ``known`` gets the numbers of their flights, -1
     where no step wants them."""
     w = borrow_window(w)
-    begin = first_slot(w, table)
+    begin, now = first_slot(w, table), w.counts[NOW]
     slots, here = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], to.dtype)
     places, count = np.empty(ids.shape[0], np.int32), np.int64(0)
     if not _in_order(w, ids, first, places):
         _find_places(w, ids, first, places)
     for i in range(ids.shape[0]):  # without a branch by what is there, which could not be foreseen
         place = max(places[i], np.int32(0))
-        slot = w.slots[place] if places[i] >= 0 else np.int32(-1)
+        slot = w.slots[place] if places[i] >= 0 else idle_slot(w, ids[i] + first)
         slots[count], here[count] = slot - begin, to[i]
         left[i - count], left_to[i - count] = ids[i], to[i]
         known[i - count] = places[i]
         count += slot >= 0
+        held = max(slot, np.int32(-1))
+        use_next(w, held if places[i] >= 0 and w.uses[held] == now else np.int32(-1), use_after(w, place))
     if count > 0:
         move_rows(rows, slots[:count], target, here[:count], row_bytes)
     _depart(w, known[: ids.shape[0] - count])
@@ -112,7 +116,7 @@ def serve_soonest(
 @njit(**INLINED)
 def _depart(w: Window, known: NDArray[np.int32]) -> None:
     """Rows that places of the present step want, or none (-1), are on their way from now on."""
-    now, flights = w.counts[NOW], w.flights.shape[0]
+    flights = w.flights.shape[0]
     for i in range(known.shape[0]):
         place = np.int64(known[i])
         if place >= 0:
@@ -123,7 +127,7 @@ def _depart(w: Window, known: NDArray[np.int32]) -> None:
             if w.slots[before] == AWAY - flight:
                 w.slots[before] = -1  # there are more than there is memory for
             w.slots[place] = AWAY - flight
-            w.flights[flight, 0], w.flights[flight, 1], w.flights[flight, 2] = place, now, number
+            w.flights[flight, 0], w.flights[flight, 1], w.flights[flight, 2] = place, -1, number
             known[i] = number
 
 
@@ -132,7 +136,7 @@ def _choose(w: Window, table: int, uses: NDArray[np.int32], chosen: NDArray[np.i
     """Of rows that have come and are wanted next in ``uses``, those that stay: as many as there are slots
     that are free or wanted later. Their positions go to ``chosen``; returns how many."""
     w = borrow_window(w)
-    now = w.counts[NOW] + 1
+    now = w.counts[NOW]
     coming = np.zeros(STEPS_MAX, np.int64)
     for use in uses:
         coming[use - now] += 1
@@ -163,7 +167,7 @@ def _make_room(w: Window, table: int, slots: NDArray[np.int32]) -> None:
     w.tables[table, 1] -= done
     slots[:done] = w.free[begin + w.tables[table, 1] : begin + w.tables[table, 1] + done]
     # from which use on they go, and how many of those with that use
-    use, left, step = np.int64(NO_USE), count - done, w.counts[NOW] + STEPS_MAX
+    use, left, step = np.int64(NO_USE), count - done, w.counts[NOW] + STEPS_MAX - 1
     while w.held[table, count_of(use)] < left:
         left -= w.held[table, count_of(use)]
         use = step
@@ -179,6 +183,7 @@ def _make_room(w: Window, table: int, slots: NDArray[np.int32]) -> None:
             else:
                 take_out(w, -2 - owner)
             w.held[table, count_of(one)] -= 1
+            w.uses[at] = -1
             slots[done] = at
             done += 1
         at = at + 1 if at + 1 < end else begin
@@ -199,6 +204,8 @@ def _fill(
         if w.tables[table, 1] == 0:
             break
         slot = w.free[begin + w.tables[table, 1] - 1]
+        if idle_at[k] >= 0 and w.slots[idle_at[k]] != -1:
+            continue  # the same row twice
         if idle_at[k] >= 0:
             w.slots[idle_at[k]], w.owners[slot] = slot, idle_at[k]
             use_next(w, slot, NO_USE)
@@ -219,7 +226,7 @@ def keep_soonest(
     slot), those that are wanted soonest, in place of rows that are wanted later. ``known``: as of
     :func:`serve_soonest`, since when no step was forgotten."""
     w = borrow_window(w)
-    now, flights, count, others = w.counts[NOW], w.flights.shape[0], np.int64(0), np.int64(0)
+    flights, count, others = w.flights.shape[0], np.int64(0), np.int64(0)
     some, uses = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], np.int32)
     wanted = np.empty(ids.shape[0], np.int32)
     idle, idle_at = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], np.int32)
@@ -234,9 +241,7 @@ def keep_soonest(
             place = np.int64(-1)
         if place >= 0:
             w.slots[place] = -1
-            use = w.flights[flight, 1]
-            if use == now:
-                use = NO_USE if w.following[place] < 0 else np.int32(now + w.later[place])
+            use = w.flights[flight, 1] if w.flights[flight, 1] >= 0 else use_after(w, place)
         some[count], uses[count], wanted[count] = i, use, place
         idle[others], idle_at[others] = i, place
         count += use != NO_USE
@@ -257,8 +262,19 @@ def keep_soonest(
 
 
 def are_there(w: Window, table: int, ids: NDArray[np.int64], first: int) -> NDArray[np.bool_]:
-    """bool [n], which of these rows slots have."""
-    begin, end = w.tables[table - 1, 0] if table else 0, w.tables[table, 0]
-    owners = w.owners[begin:end][w.uses[begin:end] >= 0]
-    here = np.concatenate([w.rows[owners[owners >= 0]], w.entries["row"][-2 - owners[owners < 0]]])
-    return np.isin(ids + first, here)
+    """bool [n], which of these rows would be served now: those of the present step, and those that no step to
+    come wants."""
+    found = np.empty(len(ids), np.int32)
+    find_slots(w, ids, first, found)
+    begin = w.tables[table - 1, 0] if table else 0
+    return np.asarray((found >= begin) & (found < w.tables[table, 0]))
+
+
+@njit(cache=True, nogil=True)
+def find_slots(w: Window, ids: NDArray[np.int64], first: int, slots: NDArray[np.int32]) -> None:
+    """The slots from which these rows would be served now, below 0 for none."""
+    w = borrow_window(w)
+    places = np.empty(ids.shape[0], np.int32)
+    _find_places(w, ids, first, places)
+    for i in range(ids.shape[0]):
+        slots[i] = w.slots[places[i]] if places[i] >= 0 else idle_slot(w, ids[i] + first)

@@ -57,7 +57,8 @@ class Window(NamedTuple):
     following: NDArray[np.int32]  # the place of the row's next use
     later: NDArray[np.uint8]  # steps from this use to the next, and where there is none this step's number
     slots: NDArray[np.int32]  # -1 for none; AWAY - flight of a row that comes
-    flights: NDArray[np.int32]  # [flights, 3]: where the row is wanted next (-1: nowhere), that step, number
+    # [flights, 3]: where the row is wanted (-1: nowhere), by which step (-1: the present one asked), number
+    flights: NDArray[np.int32]
     steps: NDArray[np.int64]  # [STEPS_MAX, 3]: number, first place, places
     held: NDArray[np.int64]  # [tables, STEPS_MAX + 1], slots by their rows' next use
     uses: NDArray[np.int32]  # [slots + 1], the step that wants each one's row next, -1 where it is free
@@ -185,9 +186,17 @@ def count_of(use: Any) -> np.int64:
 
 @njit(**INLINED)
 def use_next(w: Window, slot: Any, use: Any) -> None:
-    """The row in a slot is wanted next then; nothing happens to slot -1."""
+    """The row in a slot is wanted next then, and no more when it was; nothing happens to slot -1."""
+    table = _table_of(w, slot)
+    w.held[table, count_of(w.uses[slot])] -= slot >= 0 and w.uses[slot] >= 0
     w.uses[slot] = use  # of which the last one is no slot's
-    w.held[_table_of(w, slot), count_of(use)] += slot >= 0
+    w.held[table, count_of(use)] += slot >= 0
+
+
+@njit(**INLINED)
+def use_after(w: Window, place: Any) -> Any:
+    """The step after the present one, which wants this place's row, that wants it next."""
+    return NO_USE if w.following[place] < 0 else np.int32(w.counts[NOW] + w.later[place])
 
 
 @njit(**PART)
@@ -253,13 +262,9 @@ def add_step(w: Window, ids: NDArray[np.int64], step: int) -> None:
 
 @njit(**INLINED)
 def _go_on(
-    w: Window,
-    known: NDArray[np.int32],
-    found: NDArray[np.int32],
-    lasts: NDArray[np.int32],
-    begin: int,
+    w: Window, known: NDArray[np.int32], found: NDArray[np.int32], lasts: NDArray[np.int32], begin: int,
     step: int,
-) -> None:
+) -> None:  # fmt: skip
     """Of a step, the rows that one before it wants, too."""
     future = w.counts[START] + places_now(w)
     for i in known:
@@ -270,20 +275,16 @@ def _go_on(
         w.following[before] = ring_place(w, begin + i)
         w.later[before] = step - w.later[before]
         w.entries[found[i]].last = begin + i
-        if lasts[i] < future and w.slots[before] >= 0:  # of the present step
-            w.held[_table_of(w, w.slots[before]), NO_STEP] -= 1
-            use_next(w, w.slots[before], step)
+        slot = w.slots[before]
+        if lasts[i] < future and slot >= 0 and w.uses[slot] == NO_USE:  # it has been asked for
+            use_next(w, slot, step)
 
 
 @njit(**INLINED)
 def _begin_anew(
-    w: Window,
-    ids: NDArray[np.int64],
-    others: NDArray[np.int32],
-    found: NDArray[np.int32],
-    begin: int,
+    w: Window, ids: NDArray[np.int64], others: NDArray[np.int32], found: NDArray[np.int32], begin: int,
     step: int,
-) -> None:
+) -> None:  # fmt: skip
     """Of a step, the rows that none before it wants, some of which have slots."""
     c, limit = w.counts, np.int64(_FULL * w.entries.shape[0])
     for i in others:
@@ -297,7 +298,6 @@ def _begin_anew(
         slot = np.int32(-1) if new else one.slot
         place = ring_place(w, begin + i)
         w.slots[place], w.owners[slot] = slot, place
-        w.held[_table_of(w, slot), NO_STEP] -= slot >= 0
         use_next(w, slot, step)
         one.row, one.last, one.slot = ids[i], begin + i, -1
 
@@ -314,6 +314,13 @@ def places_now(w: Window) -> Any:
     """Places of the present step."""
     at = max(w.counts[NOW], np.int64(0)) % STEPS_MAX
     return w.steps[at, 2] if w.counts[NOW] >= 0 and w.steps[at, 0] == w.counts[NOW] else np.int64(0)
+
+
+@njit(**INLINED)
+def idle_slot(w: Window, row: Any) -> Any:
+    """The slot of a row that no step from the present one on wants, -1 for none."""
+    one = w.entries[_entry_from(w, _first_of(w, row), row)]
+    return one.slot if one.last != _EMPTY else np.int32(-1)
 
 
 @njit(**INLINED)
@@ -349,6 +356,8 @@ def _end_step(w: Window) -> None:
         if slot <= AWAY:
             w.flights[AWAY - slot, 0] = following
             w.flights[AWAY - slot, 1] = c[NOW] + w.later[place]
+        if slot >= 0 and w.uses[slot] == c[NOW]:  # nobody has asked for it
+            use_next(w, slot, use_after(w, place))
         if slot != -1 and following >= 0:
             w.slots[following] = slot
             if slot >= 0:
@@ -365,27 +374,14 @@ def _end_step(w: Window) -> None:
     c[_BASE] += size if c[START] - c[_BASE] >= size else 0
 
 
-@njit(**PART)
-def _begin_step(w: Window, step: int) -> None:
-    """The next uses of the rows of a step, the next one of which something is known, are after it."""
-    w = borrow_window(w)
-    w.counts[NOW] = step
-    place, size = ring_place(w, w.counts[START]), w.rows.shape[0]
-    w.held[:, step % STEPS_MAX] = 0
-    for _ in range(places_now(w)):
-        use = NO_USE if w.following[place] < 0 else np.int32(step + w.later[place])
-        use_next(w, max(w.slots[place], np.int32(-1)), use)
-        place = place + 1 if place + 1 < size else 0
-
-
 @njit(cache=True, nogil=True)
 def begin_step(w: Window, step: int) -> None:
-    """Go on to a step, which all next uses are after from now on. Nothing happens where it is not after the
-    step begun last."""
+    """Go on to a step: rows that it wants are wanted next after it from when they are asked for. Nothing
+    happens where it is not after the step begun last."""
     c = w.counts
     for one in range(c[NOW] + 1, min(c[NOW] + STEPS_MAX, np.int64(step)) + 1):
         _end_step(w)
-        _begin_step(w, one)
+        c[NOW] = one
     if step > c[NOW]:
         _end_step(w)
         c[NOW] = step

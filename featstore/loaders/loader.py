@@ -46,7 +46,8 @@ _open_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 def _close_all() -> None:
     """Close what a program left open, before readers are closed: an iteration under way would wait for these
-    for ever. After what the program has registered itself, which may ask a loader for its state."""
+    for ever. After what the program has registered since it made its first loader, which may ask one for its
+    state."""
     for loader in list(_open_loaders):
         try:
             loader.close()

@@ -83,7 +83,7 @@ class RollingLoader(LoaderBase):
 
     What an episode's preparation raises, the iterator raises when that episode's turn comes. Raises
     StoreLockedError where another loader has the name, StoreExistsError where something else has those of the
-    episodes, FormatError for a name that is none.
+    episodes, ArgumentError for a name that is none.
     """
 
     def __init__(

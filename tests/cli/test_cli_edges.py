@@ -57,6 +57,22 @@ def test_what_cannot_be_looked_at_hides_nothing_of_the_store(call: Call, compile
     assert not data["compiled"][0]["ok"]
 
 
+def test_what_a_killed_loader_left_is_no_fault_of_the_store(call: Call, compiled: Path) -> None:
+    """Of an episode of fresh mini-batches, whose removal it did not end; an empty lock goes with `gc`."""
+    packs = compiled / "packs"
+    (packs / "mine").rename(packs / "run-0")
+    (packs / "run-0" / "featstore.json").unlink()
+    assert "run-0" in call("verify", compiled, code=3).stdout
+    (packs / "run.rolling").touch()
+    told = call("verify", compiled)
+    assert "run-0 is left from a loader of fresh mini-batches" in told.stderr
+    assert "it is empty, so what lies beside it" in call("gc", compiled).stdout
+    assert (packs / "run.rolling").exists()
+    shutil.rmtree(packs / "run-0")
+    call("gc", compiled)
+    assert not (packs / "run.rolling").exists()
+
+
 def test_a_trace_that_has_lost_its_manifest_is_told(call: Call, compiled: Path) -> None:
     (compiled / "packs" / "mine" / "featstore.json").unlink()
     assert "packs/mine" in call("verify", compiled, code=3).stdout

@@ -21,7 +21,9 @@ from featstore.hosts import window
 from featstore.hosts.ahead import Ahead, AheadTier, Upcoming
 from featstore.hosts.owners import Owners
 from featstore.loaders.divided import GivenShare
+from featstore.loaders.online import lookahead
 from featstore.loaders.online.lookahead import Lookahead
+from featstore.sampling.batches import RankedBatches
 from featstore.testing import ArraySource, check_source
 
 NODES, NEVER = 3000, int(window.NO_USE)
@@ -67,7 +69,7 @@ def held_by(coming: Upcoming) -> dict[int, tuple[int, int]]:
         assert len(uses) + free == end - begin
         counted = np.zeros(window.STEPS_MAX + 1, np.int64)
         for use in uses.tolist():
-            assert use > now
+            assert use >= now
             counted[window.STEPS_MAX if use == NEVER else use % window.STEPS_MAX] += 1
         np.testing.assert_array_equal(w.held[table], counted)
         begin = end
@@ -86,6 +88,10 @@ class Plain:
     def use(self, row: int) -> int:
         known = range(self.now + 1, len(self.steps))
         return next((step for step in known if row in self.steps[step]), NEVER)
+
+    def served(self) -> set[int]:
+        """Of the rows that are there, those of the present step, and those that no step to come wants."""
+        return {row for row in self.held if row in self.steps[self.now] or self.use(row) == NEVER}
 
 
 @given(
@@ -137,10 +143,8 @@ def test_those_rows_stay_that_are_wanted_soonest(
             assert not gone or max(map(plain.use, plain.held)) <= min(map(plain.use, gone))
         for row, (_, use) in held_by(coming).items():
             assert use == plain.use(row)
-        there = np.arange(first, first + NODES)
-        np.testing.assert_array_equal(
-            coming.holds(0, there - first), np.isin(there, np.array(list(plain.held), np.int64))
-        )
+        there, served = np.arange(first, first + NODES), np.array(list(plain.served()), np.int64)
+        np.testing.assert_array_equal(coming.holds(0, there - first), np.isin(there, served))
     if counted:
         assert coming._window.counts[window.START] < window._LAST_MAX // 2 or sum(map(len, steps)) <= 500
     coming.restart()
@@ -158,7 +162,7 @@ def test_as_many_steps_are_known_as_there_is_memory_for_and_not_more() -> None:
             look_ahead(coming, steps, step)
             coming.begin(step)
         assert large.added == min(17 * (step + 1), step + window.STEPS_MAX - 1 + (step == 0))
-        assert small.added - step <= 11
+        assert small.added - step <= 12
         held_by(large)
         held_by(small)
     assert small.added >= 500 + 8
@@ -335,6 +339,38 @@ def test_of_several_tables_each_has_its_share(source: ArraySource) -> None:
         assert asked[name] < 1.05 * least_asked([one[name] for one in steps], slots[name])
 
 
+def test_ids_of_other_dtypes_are_those_rows(source: ArraySource) -> None:
+    """As lists of mini-batches have them: numbers of rows of several tables do not fit their dtypes."""
+    tables = [source.store.table(name) for name in ("a", "b")]
+    ahead = Ahead(tables, 900_000)
+    with closing(ahead.over(source, 900_000)) as tier:
+        for dtype in (np.uint8, np.int32, np.uint64):
+            ahead.coming.restart()
+            step = {"a": np.arange(40, 60).astype(dtype), "b": np.arange(50).astype(dtype)}
+            for _ in range(3):
+                ahead.add(step)
+            for number in range(2):
+                ahead.begin(number)
+                for name, ids in step.items():
+                    tier.submit({name: ids.astype(np.int64)}, out=None).result()
+            assert tier.holds("a", np.arange(40, 60)).all()
+            assert tier.holds("b", np.arange(50)).all()
+
+
+def test_memory_is_divided_among_tables_that_are_looked_at(store: featstore.Store) -> None:
+    """Not among those of edges, or of nodes that samples around this host's own nodes cannot reach at
+    others."""
+    split: Any = SimpleNamespace(
+        tables={"a": store.table("a"), "b": store.table("b")}, table=store.table,
+        owners={"a": SimpleNamespace(rows=1000), "b": SimpleNamespace(rows=20)},
+        node_types=["a"], featureless=set(), part=SimpleNamespace(graphs={}),
+    )  # fmt: skip
+    assert [table.name for table in lookahead.tables_looked_at(split, GivenShare([]), False, None)] == ["a"]
+    assert lookahead._remote_bytes(split, store.table("a"), GivenShare([])) == 2000 * 2048
+    sampled = object.__new__(RankedBatches)
+    assert lookahead._remote_bytes(split, store.table("a"), sampled) == 0
+
+
 @pytest.mark.parametrize("memory", [150_000, 1_500_000])
 def test_every_row_is_the_sources(source: ArraySource, memory: int) -> None:
     """Whatever is said of steps, in time or not."""
@@ -348,6 +384,7 @@ def test_every_row_is_the_sources(source: ArraySource, memory: int) -> None:
                 tier.submit({"a": wanted}, out=None).result()
             if step % 10 == 0:
                 check_source(tier, source._arrays, seed=step, requests=5)
+                held_by(ahead.coming)
         assert tier.holds("a", np.arange(NODES)).any()
         assert not tier.holds("b", np.arange(70)).any()
 
@@ -360,12 +397,61 @@ def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots:
     some = [rng.permutation(common)[: rng.integers(0, 300)] for _ in range(sets)]
     steps = [some[k] for k in rng.integers(0, sets, 60)]
     coming = Upcoming(36 * 300, [slots], [0, NODES])
-    with closing(AheadTier(source, coming, ["a"])) as tier:
+    with closing(AheadTier(source, coming, {"a": np.empty(slots * 2048, np.uint8)})) as tier:
         for step, wanted in enumerate(steps):
             look_ahead(coming, steps, step)
             coming.begin(step)
             got = tier.submit({"a": wanted}, out=None).result()["a"]
             np.testing.assert_array_equal(got, source._arrays["a"][wanted])
+
+
+def test_rows_that_begin_to_be_wanted_stay_until_they_are_asked_for(source: ArraySource) -> None:
+    """Those of the mini-batch before may come later than that a step begins."""
+    steps = [np.arange(10), np.arange(10, 20), np.arange(10), np.arange(10, 20), np.arange(10)]
+    coming = Upcoming(400, [10], [0, NODES])
+    rows, out, to = np.zeros((10, 8), np.uint8), np.zeros(10, np.int64), np.arange(10, dtype=np.int32)
+    look_ahead(coming, steps, 0)
+    coming.begin(0)
+    first = coming.serve(0, steps[0], address_of(rows), 8, address_of(out), to)
+    out[:] = steps[0]
+    coming.keep(0, first, address_of(out), 8, address_of(rows))
+    coming.begin(1)
+    second = coming.serve(0, steps[1], address_of(rows), 8, address_of(out), to)
+    coming.begin(2)
+    out[:] = steps[1]
+    coming.keep(0, second, address_of(out), 8, address_of(rows))
+    assert set(held_by(coming)) == set(range(10))
+    third = coming.serve(0, steps[2], address_of(rows), 8, address_of(out), to)
+    assert not len(third.ids)
+    np.testing.assert_array_equal(out, steps[2])
+
+
+def test_small_windows_look_ahead_in_every_epoch(store: featstore.Store) -> None:
+    """Where one step takes all of the memory, the steps of the next epoch are known by their numbers."""
+    hosts = (np.arange(NODES) % 2).astype(np.uint8)
+    split: Any = SimpleNamespace(
+        tables={"a": store.table("a")}, table=store.table, owners={"a": Owners("a", hosts, 0, 2)},
+        node_types=["a"], featureless=set(),
+    )  # fmt: skip
+    steps = [np.arange(first, first + 400) for first in (0, 300, 600)]
+    share = GivenShare(steps)
+    looking = Lookahead(split, share, 200_000, [store.table("a")], None)
+    looking.trained = looking.sampled
+    assert len(looking.ahead.coming._window.rows) < 600
+    for epoch in range(3):
+        for index, _ in enumerate(looking.epoch(epoch)):
+            looking.begin(epoch, index)
+            assert looking.ahead.coming._window.counts[window.NOW] == 3 * epoch + index
+
+
+def test_looking_ahead_goes_on_after_a_large_mini_batch() -> None:
+    rng = np.random.default_rng(0)
+    steps = [*steps_like(rng, 10, 31, 30), np.arange(1500), *steps_like(rng, 80, 31, 30)]
+    coming = Upcoming(1000, [50], [0, NODES])
+    for step in range(60):
+        look_ahead(coming, steps, step)
+        coming.begin(step)
+    assert coming.added > 70
 
 
 def test_a_request_that_fails_leaves_nothing_wrong(source: ArraySource) -> None:

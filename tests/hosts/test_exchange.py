@@ -22,6 +22,7 @@ from wires import Meddle, Wires
 
 import featstore
 from featstore.base.threads import Worker
+from featstore.engine.request import Request
 from featstore.errors import (
     ArgumentError,
     BudgetError,
@@ -34,9 +35,10 @@ from featstore.errors import (
     SourceError,
 )
 from featstore.hosts import messages as ms
-from featstore.hosts.asks import RowsAsk
+from featstore.hosts.asks import Ask, RowsAsk
 from featstore.hosts.exchange import Exchange
 from featstore.hosts.line import HostLine
+from featstore.hosts.loaders import LoadersOfHosts
 from featstore.hosts.owners import Owners
 from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
 from featstore.testing import ArraySource, check_source
@@ -555,3 +557,33 @@ def test_the_memory_of_lines(store: featstore.Store) -> None:
     needed = found.value.needed_bytes
     assert body_bytes_for(store, ["long"], needed, 4) == ms.padded(40_000)
     assert body_bytes_for(store, ["uint8"], 1 << 30, 2) == 8 << 20
+
+
+def test_rows_that_cannot_be_put_away_fail_their_request_alone() -> None:
+    """Whoever sent them has done no wrong, and the line goes on."""
+
+    class NoMemory(Ask):
+        rows = 1
+
+        def message(self) -> np.ndarray:
+            return np.empty(0, np.uint8)
+
+        def wrong(self, body: np.ndarray) -> str:
+            return ""
+
+        def _put(self, body: np.ndarray) -> None:
+            raise MemoryError("no memory")
+
+    request = Request(lambda: "rows")
+    request.begin()
+    ask = NoMemory(request)
+    request.close_piece(None, None)
+    ask.fill(np.empty(4, np.uint8))
+    assert ask.over
+    with pytest.raises(MemoryError, match="no memory"):
+        request.result()
+
+
+def test_epochs_that_have_no_number_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="epochs of a loader"):
+        LoadersOfHosts.say_steps(None, 0, 2**40, 3)  # type: ignore[arg-type]

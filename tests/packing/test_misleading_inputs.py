@@ -65,6 +65,18 @@ def test_quotes_after_blanks_and_other_separators_in_them(tmp_path: Path) -> Non
         open_graph(path, nodes=8)
 
 
+@pytest.mark.parametrize("cell", ['"hello', 'a "b" c', '"b', '"b" c', '"x"y'])
+def test_quotes_that_mean_nothing_between_tabs(tmp_path: Path, cell: str) -> None:
+    """As databases write them: a cell ends with the tab, whatever its quotes."""
+    path = tmp_path / "edges.tsv"
+    path.write_text(f"1\t2\t{cell}\n6\t7\t{cell}\n")
+    with pytest.warns(FeatstoreWarning, match="not stored"):
+        assert ends_of(open_graph(path, nodes=8)) == [(1, 2), (6, 7)]
+    path.write_text(f"title\tsource\ttarget\tz\n{cell}\t1\t2\t{cell}\nb\t6\t7\t8\n")
+    with pytest.warns(FeatstoreWarning, match="not stored: title, z"):
+        assert ends_of(open_graph(path, nodes=8)) == [(1, 2), (6, 7)]
+
+
 def test_what_quotes_leave_open_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "edges.csv"
     path.write_text('genres,source,target\n0,1,2\n"3, 4,5\n",6,7\n')

@@ -17,7 +17,7 @@ from typing import Any
 from featstore.base.passed_errors import decode_error
 from featstore.base.process import OneProcess
 from featstore.base.state import position_of
-from featstore.base.threads import close_later, closed_later
+from featstore.base.threads import close_apart, closed_later
 from featstore.errors import ArgumentError, ClosedError, DeviceError, FeatstoreError, WaitTimeoutError
 from featstore.hosts.places import WIRE_PATIENCE
 from featstore.loaders.batch import Batch
@@ -59,7 +59,7 @@ class HostMode(OneProcess, Mode):
         self._others: deque[tuple[Any, ...]] = deque()  # heard while something else was waited for
         self._seconds, self._batches = {"wait": 0.0, "train": 0.0}, 0
         self._last_report: LoaderReport | None = None
-        self._reports = 0  # that have been asked for, and not been heard
+        self._reports = 0  # that have been asked for
         self._file = -1  # the shared memory, until it is mapped
         self._whole_steps = 0  # of all ranks, of an iteration that failed
         self._ended = b""  # the error that tells why nothing comes any more
@@ -74,8 +74,9 @@ class HostMode(OneProcess, Mode):
                 opened.callback(own.close)
                 service = HostService(place, rank, alike, memory_bytes, own, make)
                 opened.callback(service.close)
-                # Its threads keep it alive.
-                weakref.finalize(self, close_later, service.close).atexit = False
+                dropped = weakref.finalize(self, _close_dropped, service, os.getpid())  # threads keep it
+                dropped.atexit = False
+                opened.callback(dropped.detach)
             else:
                 # of several hosts it opens their store first, and waits for them all
                 self._line = line_to(place.address, WIRE_PATIENCE * (place.timeout_seconds or 0.0))
@@ -138,7 +139,9 @@ class HostMode(OneProcess, Mode):
     def epoch(self) -> Generator[Batch]:
         epoch, step, at = self._position
         self._break_off()
-        self._say_kept(2**62)  # of iterations before: nothing comes after those that the loop still has
+        # Of iterations before: nothing comes after those that the loop still has. The newest is had by loops
+        # that go on to the next epoch, until its first one comes; there is another place.
+        self._say_kept(max(self._alive, default=0))
         run = self._run
         self._line.say("begin", run, epoch, step, at, self._begins, self._batches)
         over, had, before, self._whole_steps = False, 0, self._position, 2**62
@@ -266,12 +269,12 @@ class HostMode(OneProcess, Mode):
         self.check_process()
         with self._lock:
             if self._last_report is None:
-                self._line.say("report")
                 self._reports += 1
+                self._line.say("report", self._reports)
+                number = 0
                 try:
-                    while self._reports:  # those before were broken off
-                        _, report = self._heard("report", seconds=seconds)
-                        self._reports -= 1
+                    while number != self._reports:  # those before were broken off
+                        _, number, report = self._heard("report", seconds=seconds)
                 except FeatstoreError:
                     if self._last_report is None:
                         raise
@@ -302,6 +305,11 @@ class _Gone:
     def __call__(self) -> None:
         self._alive.pop(self._number, None)
         self._line.mention("gone", self._number)
+
+
+def _close_dropped(service: HostService, process: int) -> None:
+    if process == os.getpid():
+        close_apart(service.close)
 
 
 def _say_close(line: Line, process: int) -> None:

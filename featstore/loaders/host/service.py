@@ -122,8 +122,9 @@ class HostService:
                 for number, line in enumerate([own, *lines])
             ]
         except BaseException as error:
+            failed = error_of(error)
             for line in lines:
-                line.say("failed", error_of(error))
+                line.say("failed", failed)
                 line.close()
             raise
         try:
@@ -334,7 +335,7 @@ class HostService:
         elif message[0] == "report":
             with self._lock:
                 report = self._last_report or self._mode.report()
-            one.line.say("report", report)
+            one.line.say("report", message[1], report)
         else:
             with self._lock:
                 self._heed(one, *message)
@@ -364,9 +365,10 @@ class HostService:
             if self._failed or self._ended:
                 return
             self._failed = self._closing = True
+            failed = error_of(error)
             for one in reversed(self._ranks):  # the owner's own at last: it may end the process then
                 if not one.closed:
-                    one.line.say("failed", error_of(error))
+                    one.line.say("failed", failed)
         self._changed.set()
         if self._made is not None:
             self._made.close()

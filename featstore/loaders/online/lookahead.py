@@ -104,7 +104,7 @@ class Lookahead:
                 self._taken(step)
         self._next_epoch = -1
         assert self.trained is not None
-        step = self._begins.get(number, 0)
+        step = self._begins.get(number, coming.added)
         for batch in epoch_of(self.trained, number):
             self._step = step
             while coming.wants(step) and not self.unwanted():

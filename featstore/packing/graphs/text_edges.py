@@ -3,7 +3,8 @@
 Text is parsed by a kernel on the bytes themselves: columns parted by comma, semicolon, tab or blanks; lines
 that begin with ``#`` or ``%`` are comments; columns beyond the two are passed over. Where a tab ends the
 first cell of all (of a ``.tsv``, any), each tab parts two columns, and nothing else does. What ``"`` begins
-ends with the next one that does not stand twice, whatever is between them. A first line that does not begin
+ends with the next one that does not stand twice, whatever is between them; but where tabs part columns, a
+quote that does not end with its cell means nothing. A first line that does not begin
 with a number is a header, and if it names ``src``/``source``/``from`` and ``dst``/``target``/``to`` these
 columns are taken; the comma or semicolon that parts it parts all lines.
 """
@@ -87,6 +88,8 @@ def parse_pairs(
             else:
                 if at < size and text[at] == _QUOTE:
                     cell, at = at, end_of_quoted(text, at)
+                    while parted == 9 and 0 <= at < size and text[at] == 32:
+                        at += 1
                     if parted == 9 and (at < 0 or (at < size and text[at] not in (9, 10, 13))):
                         at = cell  # where tabs part cells, many write quotes that mean nothing
                     if at < 0:
