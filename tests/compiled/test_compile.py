@@ -261,7 +261,7 @@ def test_what_the_trace_asks_for_must_be_there(one: Case, tmp_path: Path) -> Non
         featstore.compile_trace(one.store, typed, "x")
     with pytest.raises(SourceError, match="residency must be one of 'min', 'fixed', not 'lru'"):
         one.compile(residency="lru")
-    with pytest.raises(featstore.errors.FormatError, match="not allowed"):
+    with pytest.raises(featstore.errors.ArgumentError, match="not allowed"):
         one.compile("../x")
     with pytest.raises(featstore.errors.IncompleteStoreError, match="it has none"):
         one.store.compiled("x")

@@ -20,7 +20,7 @@ from compiled_support import QuickDisk
 from plain_writes import write_plainly
 
 import featstore
-from featstore.errors import FormatError, SourceError, StoreExistsError, StoreLockedError
+from featstore.errors import ArgumentError, FormatError, SourceError, StoreExistsError, StoreLockedError
 from featstore.loaders import rolling as rolling_module
 from featstore.loaders.rolling import RollingLoader
 from featstore.scrub.collection import Collection
@@ -108,9 +108,9 @@ def test_a_name_is_looked_at_before_anything_is_touched(
     before = tree(tmp_path)
     for name in [*BAD_NAMES, str(tmp_path / "w"), "../../w", None, 7, b"w"]:
         if name is not None:  # which is as good as not given
-            with pytest.raises(FormatError, match="not allowed"):
+            with pytest.raises(ArgumentError, match="not allowed"):
                 store.loader(episode, mode=mode, memory="64MiB", name=name)  # type: ignore[arg-type]
-        with pytest.raises(FormatError, match="not allowed"):
+        with pytest.raises(ArgumentError, match="not allowed"):
             featstore.compile_trace(store, tmp_path / "no trace", name)  # type: ignore[arg-type]
     for name in ["", ".", "../c", "a/b", str(tmp_path / "w"), "x\n", None]:
         with pytest.raises(SourceError, match="not allowed"):

@@ -114,7 +114,9 @@ def test_they_are_those_of_the_whole_store(folder: Path, topology: str, said: di
                     check_alike(store, alone, links, batch, epoch, step * HOSTS + host)
 
 
-def test_where_each_rank_is_a_host_nothing_is_shared(folder: Path) -> None:
+def test_where_each_rank_is_a_host_nothing_is_shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said where a machine stands for several hosts, and no error: each may have a device of its own."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(HOSTS))
     said: dict[str, Any] = {"edge_label_index": "links", "memory": "16MiB", "shared": "run"}
     with hosts(folder / "one-whole", HOSTS, memory="24MiB") as (stores, _):
         with pytest.warns(FeatstoreWarning, match="has 2 ranks, and each is a host .* nothing is shared"):
