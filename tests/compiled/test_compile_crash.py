@@ -427,7 +427,7 @@ def test_too_little_memory_for_everything_says_how_much_works(case: Case) -> Non
 def test_a_table_whose_name_is_too_long_is_refused_beforehand(tmp_path: Path) -> None:
     name = "n" * 125
     made = make_case(tmp_path, {name: rows_of(20, (3,), np.uint8, 0)}, [{name: np.arange(3)}])
-    with pytest.raises(ArgumentError, match="not allowed"):
+    with pytest.raises(FormatError, match="not allowed"):
         made.compile()
     assert not (made.store.path / "packs").exists()
 
