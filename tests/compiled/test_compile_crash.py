@@ -31,6 +31,7 @@ from featstore.errors import (
     DeviceError,
     DiskFullError,
     FeatstoreError,
+    FormatError,
     IncompleteStoreError,
     SourceError,
     StoreExistsError,
