@@ -2,10 +2,10 @@
 
 Kernels of featstore work on raw addresses: a lane (see :mod:`featstore.engine.lane`) describes reads of any
 table, dtype and row size, so one compiled kernel serves them all. The operations here are loads and stores
-through an address, ``memcpy``, prefetch, population count, atomic addition, the CRC-32C step, and calls
-through a function address. Calls go through addresses and never through linked symbols, because a cached
-kernel whose library is not loaded yet would die with SIGSEGV, while a missing address is found when the table
-of addresses is made.
+through an address, ``memcpy``, prefetch, arrays that nobody owns, population count, atomic addition, the
+CRC-32C step, and calls through a function address. Calls go through addresses and never through linked
+symbols, because a cached kernel whose library is not loaded yet would die with SIGSEGV, while a missing
+address is found when the table of addresses is made.
 """
 
 from __future__ import annotations
@@ -87,6 +87,20 @@ load_u64 = _make_load(I64, types.uint64)
 store_u8 = _make_store(I8, types.uint8)
 store_i32 = _make_store(I32, types.int32)
 store_i64 = _make_store(I64, types.int64)
+
+
+@intrinsic
+def borrow(typingctx: Any, array: Any) -> Any:
+    """The same array, which nobody owns: numba counts the references to owned ones, and each count is a
+    barrier to the memory accesses around it, which should overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made = context.make_array(signature.return_type)(context, builder, args[0])
+        made.meminfo = cgutils.get_null_value(made.meminfo.type)
+        made.parent = cgutils.get_null_value(made.parent.type)
+        return made._getvalue()
+
+    return array(array), codegen
 
 
 @intrinsic

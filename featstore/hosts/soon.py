@@ -90,8 +90,8 @@ def serve_soonest(
 ) -> Any:  # fmt: skip
     """Copy the rows of a table that are there from their slots (``rows``: the address of the first) to their
     places ``to`` at an address. ``first``: of the ids' numbers. The others go to ``left``, with their places
-    ``left_to``; returns how many. ``known`` gets the numbers of their flights, -1
-    where no step wants them."""
+    ``left_to``; returns how many. ``known`` gets the numbers of their flights, -1 for
+    those that the present step does not want."""
     w = borrow_window(w)
     begin, now = first_slot(w, table), w.counts[NOW]
     slots, here = np.empty(ids.shape[0], np.int32), np.empty(ids.shape[0], to.dtype)
@@ -204,9 +204,9 @@ def _fill(
         if w.tables[table, 1] == 0:
             break
         slot = w.free[begin + w.tables[table, 1] - 1]
-        if idle_at[k] >= 0 and w.slots[idle_at[k]] != -1:
-            continue  # the same row twice
         if idle_at[k] >= 0:
+            if w.slots[idle_at[k]] != -1:  # the same row twice
+                continue
             w.slots[idle_at[k]], w.owners[slot] = slot, idle_at[k]
             use_next(w, slot, NO_USE)
         elif not put_idle(w, ids[idle[k]] + first, slot):

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.base.hashing import GOLDEN
-from featstore.base.native import INLINED, PART, prefetch
-from featstore.tiers.slots.chains import borrow
+from featstore.base.native import INLINED, PART, borrow, prefetch
 
 #: Steps that may be known, the present one included.
 STEPS_MAX = 128
@@ -80,21 +79,13 @@ def make_window(rows: int, slots: list[int], numbers: int) -> Window:
         np.empty((len(slots), STEPS_MAX + 1), np.int64), np.empty(total + 1, np.int32),
         np.empty(total + 1, np.int32), np.empty(total, np.int32), np.empty((len(slots), 3), np.int64),
     )  # fmt: skip
-    made.tables[:, 0] = np.cumsum(slots)
-    forget_all(made)
+    made.tables[:, 0], made.tables[:, 1] = np.cumsum(slots), slots
+    made.tables[:, 2] = made.tables[:, 0] - slots
+    made.free[:] = np.arange(total)
+    made.counts[:], made.counts[NOW] = 0, -1
+    made.entries["last"] = _EMPTY
+    made.uses[:], made.held[:], made.steps[:], made.flights[:] = -1, 0, -1, -1
     return made
-
-
-def forget_all(w: Window) -> None:
-    """Nothing is known, and all slots are free."""
-    ends = w.tables[:, 0]
-    w.tables[:, 1] = np.diff(ends, prepend=0)
-    w.tables[:, 2] = ends - w.tables[:, 1]
-    w.free[:] = np.arange(len(w.free))
-    w.counts[:] = 0
-    w.counts[NOW] = -1
-    w.entries["last"] = _EMPTY
-    w.uses[:], w.held[:], w.steps[:], w.flights[:] = -1, 0, -1, -1
 
 
 def _entry_bytes(numbers: int) -> float:
@@ -123,7 +114,7 @@ def room(w: Window) -> int:
 
 @njit(**INLINED)
 def borrow_window(w: Window) -> Window:
-    """The same, as arrays that nobody owns; see :func:`featstore.tiers.slots.chains.borrowed`."""
+    """The same, as arrays that nobody owns; see :func:`featstore.base.native.borrow`."""
     return Window(
         borrow(w.counts), borrow(w.entries), borrow(w.rows), borrow(w.following), borrow(w.later),
         borrow(w.slots), borrow(w.flights), borrow(w.steps), borrow(w.held), borrow(w.uses), borrow(w.owners),

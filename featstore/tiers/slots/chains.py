@@ -13,35 +13,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.hashing import GOLDEN
-from featstore.base.native import INLINED, prefetch
+from featstore.base.native import INLINED, borrow, prefetch
 from featstore.tiers.slots.layout import RECORD_BYTES, SlotMap
 
 _HEAD_BYTES = 4
 
 
-@intrinsic
-def borrow(typingctx: Any, array: Any) -> Any:
-    """The same array, which nobody owns."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        made = context.make_array(signature.return_type)(context, builder, args[0])
-        made.meminfo = cgutils.get_null_value(made.meminfo.type)
-        made.parent = cgutils.get_null_value(made.parent.type)
-        return made._getvalue()
-
-    return array(array), codegen
-
-
 @njit(**INLINED)
 def borrowed(m: SlotMap) -> SlotMap:
-    """The same map, as arrays that nobody owns: numba counts the references to owned ones, and each count is
-    a barrier to the memory accesses around it, which should overlap."""
+    """The same map, as arrays that nobody owns; see :func:`featstore.base.native.borrow`."""
     return SlotMap(
         borrow(m.counts),
         borrow(m.heads),
