@@ -124,7 +124,7 @@ def of_partitions(store: featstore.Store, train: Any, given: dict[str, Any]) -> 
 
     def epoch(number: int) -> Iterator[Any]:
         order.set_epoch(number)
-        seeds = np.fromiter(order, np.int64, len(train))
+        seeds = train[np.fromiter(order, np.int64, len(train))]  # the order gives places in train
         for index, begin in enumerate(range(0, len(seeds), given["batch_size"])):
             yield sampler.sample(seeds[begin : begin + given["batch_size"]], index, epoch=number)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from featstore.arguments import as_batches
 from featstore.base.sequences import each_of, known_length
+from featstore.base.state import ends_before
 from featstore.errors import ArgumentError
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable, epoch_of
@@ -73,6 +74,12 @@ class GivenShare:
                 "the state is of mini-batches that were divided among ranks, and these divide themselves: "
                 "which are over is not known. Give what was given then, or begin the next epoch, set_epoch()"
             )
+
+    def check_within(self, last: int) -> None:
+        """Raise ArgumentError where there is no mini-batch of that number, which a state has seen."""
+        length = None if self._divided else known_length(self._batches)  # of all ranks together
+        if length is not None and last >= length:
+            raise ends_before(last + 1, length)
 
     def begin_at(self, epoch: int, over: int) -> None:
         """Of this epoch the first ``over`` mini-batches are over: the others are divided. Raises

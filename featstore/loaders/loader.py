@@ -26,6 +26,7 @@ from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
+from featstore.loaders.divided import GivenShare
 from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.host.mode import HostMode
 from featstore.loaders.making import Making
@@ -194,9 +195,12 @@ class Loader(Shown, LoaderBase):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch, from its beginning. Mode compiled repeats the recorded
-        epochs."""
+        epochs. Where a state of this epoch was loaded, and not gone on with yet, nothing changes: a loop that
+        calls it in each epoch can be resumed as it is."""
         self.check_open()
         epoch = args.as_count(epoch, "epoch", 0)
+        if self._resumed and epoch == self._epoch:
+            return
         if self._over:
             self._mode.go_on(epoch, 0)
         elif not self._stands or epoch != self._epoch:
@@ -218,7 +222,7 @@ class Loader(Shown, LoaderBase):
         self.check_open()
         at = {
             "ranks": self._ranks.shares, "step": self._mode.per_step, "over": self._over,
-            "in_mode": self._mode.state() if self._next else None,
+            "in_mode": self._mode.at(self._mode.state(), self._epoch, self._next) if self._next else None,
         }  # fmt: skip
         return state_of(self._identity, self._epoch, self._next, at)
 
@@ -236,11 +240,20 @@ class Loader(Shown, LoaderBase):
         epoch, after, at = position_of(state, self._identity, names)
         step, over = (args.as_count(at[name], f"{name} of the state", 0) for name in ("step", "over"))
         ranks, in_mode = args.as_count(at["ranks"], "ranks of the state"), at["in_mode"]
+        if in_mode is not None:
+            in_mode = self._mode.at(
+                args.as_mapping(in_mode, "in_mode of the state", "what state_dict() gave"), epoch, after
+            )
+        here = self._mode.per_step
+        alike = ranks == self._ranks.shares and (step == here or 0 in (step, here))  # 0: nobody knows
         self._stands = False
         if not after and in_mode is None:
             after, over = self._begin(epoch, over)
-        elif (ranks, step) != (self._ranks.shares, self._mode.per_step):
-            after, over = self._mode.go_on(epoch, over + after * step)
+        elif not alike:
+            share = self._mode.share
+            if isinstance(share, GivenShare):
+                share.check_within(over + (after - 1) * step)
+            after, over = self._mode.go_on(epoch, over + after * step, in_mode)
         else:
             if over or self._over:
                 self._begin(epoch, over)

@@ -15,6 +15,7 @@ from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.mode import check_reused, compiled_mode
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.costs.auto import Taken, auto
 from featstore.loaders.costs.partitions import OwnSampling
@@ -24,14 +25,7 @@ from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.owned import owned_partitions
-from featstore.loaders.modes import (
-    Mode,
-    PartitionsMode,
-    RollingMode,
-    check_reused,
-    closed_unless_done,
-    compiled_mode,
-)
+from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, closed_unless_done
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
 from featstore.loaders.options import SAMPLING, Given

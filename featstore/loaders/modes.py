@@ -11,30 +11,19 @@ are wanted when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from featstore.arguments import as_count, as_flag
-from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
-from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.mega.loader import PartitionsLoader
-from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.train import compiled_once
 from featstore.loaders.whole import as_batch
 from featstore.sampling.batches import RankedBatches
-from featstore.storage.store import OpenStore
 
 
 class Mode:
@@ -93,10 +82,11 @@ class Mode:
         """Seeds, or mini-batches that were given, of all ranks together that a step goes on by."""
         return 0 if self.share is None else self.share.per_step
 
-    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
+    def go_on(self, epoch: int, over: int, was: Mapping[str, Any] | None = None) -> tuple[int, int]:
         """Stand in this epoch where another number of ranks has had the first ``over`` of the seeds (or
-        mini-batches) that are divided. Returns mini-batches of this rank that are over, and how much of
-        the epoch was over before its first. Raises ArgumentError where that cannot be."""
+        mini-batches) that are divided; ``was``: the mode's own state of one of them. Returns mini-batches of
+        this rank that are over, and how much of the epoch was over before its first. Raises ArgumentError
+        where that cannot be."""
         assert self.share is not None
         self.share.check_rest(over)
         self.set_epoch(epoch)
@@ -122,6 +112,11 @@ class Mode:
         state: dict[str, Any] = self.loader.state()
         return state
 
+    def at(self, state: Mapping[str, Any], epoch: int, after: int) -> dict[str, Any]:
+        """The same where the loop has had so many mini-batches of this epoch: one that was made may not have
+        come to it."""
+        return dict(state) | {"epoch": epoch, "next": after}
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Stand there."""
         self.loader.load_state(state)
@@ -138,46 +133,6 @@ class Mode:
         self.loader.close()
 
 
-def compiled_mode(
-    store: OpenStore, batches: Sampler | None, name: str | None, *, reuse: bool = False,
-    recorded_epochs: int | None = None, shuffle: bool = False, seed: int = 0, memory: int,
-    sampled_by: str | None = None, loader: dict[str, Any], **options: Any,
-) -> CompiledMode:  # fmt: skip
-    """Record and compile mini-batches under ``name``, or take what is there, as
-    :class:`~featstore.loaders.options.LoaderOptions` describes. ``batches``: None where it is to be there;
-    ``name``: None where the store is the compiled trace itself. ``loader``, ``options``: of the loader, and
-    of compiling."""
-    reuse, shuffle = as_flag(reuse, "reuse"), as_flag(shuffle, "shuffle")
-    epochs = None if recorded_epochs is None else as_count(recorded_epochs, "recorded_epochs")
-    if shuffle:
-        _check_shuffled(options.get("residency", "min"))
-    if batches is not None and name is not None:
-        epochs = epochs or 1
-        said = {"sampled_by": sampled_by, "memory": memory, **options}
-        compiled_once(store, batches, name, epochs=epochs, reuse=reuse, **said)
-    compiled = CompiledTrace(store, name)
-    try:
-        found = len(compiled.epochs()) - 1
-        if epochs not in (None, found):
-            raise ArgumentError(
-                f"reuse= finds {found} recorded epochs under the name {name!r}, not recorded_epochs={epochs}"
-            )
-        if shuffle:
-            _check_shuffled(compiled.entry.residency)
-        asked = options.get("residency", compiled.entry.residency)
-        if asked != compiled.entry.residency:
-            what = f"was compiled with residency={compiled.entry.residency!r}, not {asked!r}"
-            if name is None:
-                raise ArgumentError(f"{store.path} {what}: leave it out")
-            raise ArgumentError(
-                f"what reuse= finds under the name {name!r} {what}: give another name=, or leave out reuse="
-            )
-        return CompiledMode(compiled, seed if shuffle else None, memory=memory, **loader)
-    except BaseException:
-        compiled.close()
-        raise
-
-
 @contextmanager
 def closed_unless_done(mode: Mode) -> Iterator[None]:
     """Close a mode where what follows fails."""
@@ -186,150 +141,6 @@ def closed_unless_done(mode: Mode) -> Iterator[None]:
     except BaseException:
         mode.close()
         raise
-
-
-def check_reused(
-    compiled: CompiledTrace, name: str | None, steps: int | None, sampled_by: Sequence[str]
-) -> None:
-    """Raise ArgumentError where epochs are not of so many mini-batches, or of others than those that one of
-    ``sampled_by`` tells, where that is known."""
-    lengths = np.diff(compiled.epochs())
-    if steps is not None and (lengths != steps).any():
-        raise ArgumentError(
-            f"reuse= finds epochs of {lengths.max():,} mini-batches under the name {name!r}, and those asked "
-            f"for have {steps:,}: it is of other seeds, mini-batches or ranks. Give another name=, or leave "
-            "out reuse="
-        )
-    if sampled_by and compiled.sampled_by not in ("", *sampled_by):
-        raise ArgumentError(
-            f"reuse= finds mini-batches under the name {name!r} that were sampled otherwise: of other seeds "
-            "or links, fanouts, batch_size, graph, options or ranks. Give another name=, or leave out reuse="
-        )
-
-
-def _check_shuffled(residency: str) -> None:
-    """Raise ArgumentError where another order would ask for rows that are not there."""
-    if residency != "fixed":
-        raise ArgumentError(
-            "shuffle=True needs residency='fixed': with 'min' rows stay in memory by next use, which holds "
-            "for the order in which mini-batches were recorded"
-        )
-
-
-class CompiledMode(Mode):
-    """The recorded mini-batches of some epochs, again and again: a round of the loader is all of them, and
-    the reading of one epoch goes on into the next.
-
-    Args:
-        compiled: the compiled trace; closed with this.
-        shuffle: the seed of an order of its own for every epoch; None for the order in which they were
-            recorded.
-        options: of the loader.
-    """
-
-    loader: CompiledLoader
-
-    def __init__(self, compiled: CompiledTrace, shuffle: int | None, **options: Any) -> None:
-        self._begins, self._shuffle = compiled.epochs(), shuffle
-        order = None if shuffle is None else self._shuffled
-        super().__init__(CompiledLoader(compiled, order=order, **options))
-        self._epoch = self._after = 0  # mini-batches of the epoch handed out
-        self._walk: Iterator[Any] | None = None  # a round under way
-        self._broken = False  # it did not come to its end, and nobody has said since where to go on
-
-    @property
-    def _recorded(self) -> int:
-        """How many epochs."""
-        return len(self._begins) - 1
-
-    def _shuffled(self, round_: int) -> NDArray[np.int64]:
-        """The order of a round: of each of its epochs the recorded mini-batches, by seed and epoch."""
-        first = round_ * self._recorded
-        parts = [
-            low + np.random.default_rng([(self._shuffle or 0) % 2**64, first + k]).permutation(high - low)
-            for k, (low, high) in enumerate(pairwise(self._begins.tolist()))
-        ]
-        return np.concatenate(parts)
-
-    def _going(self) -> Generator[Any]:
-        length = self._length(self._epoch)
-        if self._broken:
-            self._seek(self._epoch, self._after)
-        if self._walk is None and self._after < length:
-            self._walk = iter(self.loader)
-        walk = self._walk
-        try:
-            while self._after < length:
-                assert walk is not None
-                batch = next(walk)
-                self._after += 1
-                yield batch
-                del batch
-        except BaseException:
-            if self._walk is walk:  # else another iteration has begun, or the next one's place was said
-                self._break_off()
-            raise
-        self._epoch, self._after = self._epoch + 1, 0
-        if self._epoch % self._recorded == 0 and walk is not None:
-            next(walk, None)  # comes to its end, after which the next round can begin
-            self._walk = None
-
-    def _length(self, epoch: int) -> int:
-        """Mini-batches of an epoch."""
-        low, high = self._begins[epoch % self._recorded :][:2].tolist()
-        return int(high - low)
-
-    def _break_off(self) -> None:
-        """End a round under way."""
-        walk, self._walk, self._broken = self._walk, None, True
-        if isinstance(walk, Generator):
-            walk.close()
-
-    def _seek(self, epoch: int, after: int) -> None:
-        self._walk, self._broken = None, True  # the loader tells it why it has ended
-        round_, number = divmod(epoch, self._recorded)
-        at = int(self._begins[number]) + after
-        self.loader.load_state(state_of(self.loader.identity, round_, at))
-        self._epoch, self._after, self._broken = epoch, after, False
-
-    def set_epoch(self, epoch: int) -> None:
-        self._seek(epoch, 0)
-
-    def length(self) -> int:
-        """Of the epoch where training stands."""
-        return self._length(self._epoch)
-
-    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
-        """Its mini-batches are laid out: so many of all ranks' must be over that each has had whole ones."""
-        steps, left = divmod(over, max(1, self.per_step))
-        if left:
-            raise ArgumentError(
-                f"the state stands after {over:,} of an epoch's seeds or mini-batches, which are no whole "
-                f"steps of {self.per_step:,} of these ranks, and what is compiled cannot be divided anew: "
-                f"begin the next epoch, set_epoch({epoch + 1}), or go on with as many ranks as before"
-            )
-        self._seek(epoch, min(steps, self._length(epoch)))
-        return steps, 0
-
-    def state(self) -> dict[str, Any]:
-        return state_of(self._identity, self._epoch, self._after)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        epoch, after, _ = position_of(state, self._identity)
-        self._seek(epoch, as_count(after, "next of the state", 0, self._length(epoch)))
-
-    @property
-    def _identity(self) -> dict[str, str]:
-        """The recorded trace, whose mini-batches are the same however they are laid out, and their order."""
-        trace = self.loader.compiled.entry.trace_uuid
-        return {"trace": trace, "shuffle": "none" if self._shuffle is None else str(self._shuffle)}
-
-    def report(self) -> LoaderReport:
-        return replace(super().report(), recorded_epochs=self._recorded)
-
-    def close(self) -> None:
-        super().close()
-        self.loader.compiled.close()
 
 
 class RollingMode(Mode):
@@ -365,7 +176,7 @@ class RollingMode(Mode):
         super().end_rest()
         self._anew = True
 
-    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
+    def go_on(self, epoch: int, over: int, was: Mapping[str, Any] | None = None) -> tuple[int, int]:
         assert self.share is not None
         self.share.check_rest(over)
         self.loader.seek(epoch, anew=True)
@@ -393,7 +204,10 @@ class PartitionsMode(Mode):
     def length(self) -> int:
         return len(self.loader)
 
-    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
+    def at(self, state: Mapping[str, Any], epoch: int, after: int) -> dict[str, Any]:
+        return dict(state)  # which goes by mega-batches
+
+    def go_on(self, epoch: int, over: int, was: Mapping[str, Any] | None = None) -> tuple[int, int]:
         raise ArgumentError(
             "mode 'partitions' goes on in the middle of an epoch with as many ranks as before alone: begin "
             f"the next one, set_epoch({epoch + 1})"

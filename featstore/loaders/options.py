@@ -52,7 +52,9 @@ class LoaderOptions(TypedDict, total=False):
             the like among them divides already). ``memory`` is that of one process.
         shared: with ``seeds``, and of ``LinkNeighborLoader``: the ranks of this host have one loader between
             them, which holds the rows once; ``memory`` is then the host's. True under ``torchrun``; else a
-            name that they have in common and no other run has. All make it, and go through it in lock-step:
+            name that they have in common and no other run has, with ``rank`` and ``world_size`` unless
+            ``torch.distributed`` has begun or the environment says them. All make it, and go through it in
+            lock-step:
             :mod:`featstore.loaders.host`.
         drop_last: leave out what is left over after whole mini-batches of all ranks. Else the last
             mini-batch may be smaller, and up to ``world_size - 1`` seeds (or mini-batches) of an epoch stand
@@ -107,7 +109,8 @@ class LoaderOptions(TypedDict, total=False):
         disk: of the modes compiled and rolling: limit on their rows on disk, bytes, a size or a share of the
             table, ``"2x"``; of a store that is split by hosts a share of what is on this host's disk, and the
             rows that are gathered there count, too.
-        name: of the modes compiled and rolling: of what is compiled; each loader needs its own.
+        name: of the modes compiled and rolling: of what is compiled; each loader needs its own. By default
+            ``"loader"``; with several ranks it says which rank it is, too.
         residency: of the modes compiled and rolling: ``"min"`` or ``"fixed"``, see
             :func:`featstore.compile_trace`.
         reuse: of mode compiled: take what was compiled under this ``name``, if it is there; what was sampled

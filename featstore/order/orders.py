@@ -4,8 +4,9 @@
 is given.
 
 "auto" chooses by what is known: without a graph the order stays as given; a table of one partition needs no
-order; METIS where it is installed and its memory fits; the multilevel partitioner where only METIS is
-installed; restreamed LDG otherwise. The reason goes into the parameters.
+order; METIS where it is installed, its memory fits and edges are few (:data:`METIS_EDGES_MAX`); the
+multilevel partitioner where METIS is installed; restreamed LDG otherwise. The reason goes into the
+parameters.
 """
 
 from __future__ import annotations

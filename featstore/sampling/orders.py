@@ -208,11 +208,15 @@ class TrainingOrder(ABC):
         """
         if (epoch is None) != (position is None):
             raise SourceError("give both epoch= and position=, or neither")
-        if epoch is None:
-            return state_of(self._identity(), self._epoch, self._position)
-        last = -(-len(self.train) // self.batch_size) * self.batch_size  # the last mini-batch may be smaller
-        done = min(as_count(position, "position", 0, last), len(self.train))
-        return state_of(self._identity(), as_count(epoch, "epoch", 0), done)
+        if epoch is None or position is None:
+            epoch, done = self._epoch, self._position
+        else:
+            last = -(-len(self.train) // self.batch_size) * self.batch_size  # the last one may be smaller
+            epoch = as_count(epoch, "epoch", 0)
+            done = min(as_count(position, "position", 0, last), len(self.train))
+        if done == len(self.train):  # all of it is over
+            epoch, done = epoch + 1, 0
+        return state_of(self._identity(), epoch, done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin where a state was taken when iterated next. Raises SourceError where it belongs to another

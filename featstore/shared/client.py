@@ -139,7 +139,8 @@ class BufferClient:
     :meth:`featstore.SharedBuffer.client`.
 
     It can be pickled and survives a fork. Threads may share a client, but then wait for each other: give each
-    its own.
+    its own. What interrupts a read in its own thread, a signal's handler, may close the client, after which
+    the read raises ClosedError, but not read through it.
     """
 
     def __init__(self, address: str, key: bytes) -> None:
@@ -148,7 +149,7 @@ class BufferClient:
             raise ArgumentError(
                 f"key must be bytes, not {shown(key)}; a client is made by SharedBuffer.client()"
             )
-        self._lock = threading.Lock()
+        self._lock, self._exchanging = threading.RLock(), False
         self._connection: Connection | None = None
         self._about: About | None = None
         self._count = itertools.count()
@@ -268,19 +269,27 @@ class BufferClient:
     def _exchange(self) -> Iterator[Connection]:
         """The connection, for this thread alone; closed where the exchange breaks off."""
         with self._lock:
+            if self._exchanging:
+                raise ArgumentError(
+                    "this client of a shared buffer is asking for rows, and what interrupts that, in a "
+                    "signal's handler, can't ask through it, too; take another of the owner's clients"
+                )
+            self._exchanging = True
             try:
                 connection = self._connect()
                 while self._forgotten:
                     connection.say(protocol.RELEASE, self._forgotten[0])
                     self._forgotten.popleft()
                 yield connection
+                self._check_open()
             except BaseException:
                 self._drop()
                 raise
+            finally:
+                self._exchanging = False
 
     def _connect(self) -> Connection:
-        if self._closed:
-            raise ClosedError("this client of a shared buffer is closed; take another from its owner")
+        self._check_open()
         deadline = time.monotonic() + CONNECT_SECONDS
         while self._connection is None:
             with protocol.forking:
@@ -294,6 +303,10 @@ class BufferClient:
                 time.sleep(AGAIN_SECONDS)
         return self._connection
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this client of a shared buffer is closed; take another from its owner")
+
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -306,13 +319,15 @@ class BufferClient:
         if self._connection is not None:
             self._connection.socket.close()  # without hanging up
             self._connection = None
-        self._lock = threading.Lock()
+        self._lock, self._exchanging = threading.RLock(), False
 
     def close(self) -> None:
-        """Disconnect. The owner and other clients go on. May be called more than once."""
+        """Disconnect. The owner and other clients go on. May be called more than once, and by a signal's
+        handler."""
+        self._closed = True
         with self._lock:
-            self._closed = True
-            self._drop()
+            if not self._exchanging:  # else what this interrupts disconnects as it ends
+                self._drop()
 
     def __enter__(self) -> BufferClient:
         return self

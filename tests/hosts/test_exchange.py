@@ -306,6 +306,27 @@ def test_a_host_that_is_gone_is_told_by_all_in_time(
         assert time.monotonic() - begin < 3
 
 
+def test_a_host_that_is_heard_of_and_does_not_answer_is_late(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    """Its rows do not come, while all else that it says does."""
+    timeout = 1.0
+    with hosts(store, arrays, 3, timeout=timeout) as (made, _):
+        made[1].local.held = True
+        theirs = made[1].owners["float32"].nodes()
+        begin = time.monotonic()
+        asked = made[0].source.submit({"float32": theirs}, out=None)
+        with pytest.raises(PeerError, match="has not answered within 1 seconds") as caught:
+            asked.result(SECONDS)
+        assert timeout <= time.monotonic() - begin < 2 * timeout + 4
+        assert (caught.value.host, caught.value.rank) == (1, 10)
+        (other,) = each([made[2]], ask_for_all)  # and so do those that have asked it for nothing
+        assert (other.host, other.rank) == (1, 10)
+        assert "has not answered within 1 seconds, as host 0 says" in str(other)
+        made[1].local.held = False
+        made[1].local.let_go()
+
+
 def test_a_host_that_asks_for_nothing_learns_it_too(
     store: featstore.Store, arrays: dict[str, np.ndarray]
 ) -> None:

@@ -2,7 +2,7 @@
 with PeerError, which names it, in time, and never with rows that are not the source's. A restart goes on with
 the mini-batches that were left.
 
-``FAULT_MOMENTS``: moments of each kind, 1 by default."""
+``FAULT_MOMENTS``: moments of each kind, 1 by default; other ones whenever ``TEST_TURN`` is another."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from featstore.errors import PeerError
 from featstore.hosts.places import HostPlace, open_wire
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
+TURN = os.environ["TEST_TURN"]
 TIMEOUT_SECONDS, GRACE_SECONDS = 3, 8  # the grace is of a machine that has other things to do
 START_SECONDS = 40.0
 KINDS = ["SIGKILL", "SIGSTOP", "cut"]
@@ -73,9 +74,9 @@ def fault(
     folder: Path, context: Any, kind: str, hosts: int, name: str, *, train: bool, opening: bool = False,
     late: float = 0.0, ranks: int = 1, making: bool = False,
 ) -> Any:  # fmt: skip
-    """One fault at a moment that follows from its name, or ``late``; (victim, what the others were told). Of
-    hosts with several ``ranks`` it is any of these. ``opening``, ``making``: from when all open the store, or
-    make their loaders, rather than from when they read."""
+    """One fault at a moment that follows from its name, as does what is kept of the halo, or ``late``;
+    (victim, what the others were told). Of hosts with several ``ranks`` it is any of these. ``opening``,
+    ``making``: from when all open the store, or make their loaders, rather than from when they read."""
     draw, world = random.Random(name), hosts * ranks
     victim = draw.randrange(world)
     moment = late + draw.uniform(0, 0.3 if opening else 0.1 if making else 0.8)
@@ -120,30 +121,31 @@ def fault(
 def test_all_others_are_told_of_a_host_that_is_gone(
     folder: Path, context: Any, kind: str, hosts: int, moment: int
 ) -> None:
-    name = f"{kind}{hosts}-{moment}"
+    name = f"{kind}{hosts}-{moment}-{TURN}"
     victim, told = fault(folder, context, kind, hosts, name, train=hosts == 3)
-    assert [one["host"] for one in told] == [victim] * (hosts - 1), told
+    assert [(one["host"], one["rank"]) for one in told] == [(victim, victim)] * (hosts - 1), told
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
 @pytest.mark.parametrize("making", [False, True])
 @pytest.mark.parametrize("leads", [True, False])
-def test_ranks_of_a_host_whose_others_stand_still_are_told(
-    folder: Path, context: Any, leads: bool, making: bool, moment: int
+@pytest.mark.parametrize(
+    ("kind", "what"), [("SIGSTOP", "has said nothing for 3 seconds"), ("SIGKILL", "has died")]
+)
+def test_ranks_of_a_host_of_which_one_is_gone_are_told(
+    folder: Path, context: Any, kind: str, what: str, leads: bool, making: bool, moment: int
 ) -> None:
     """The one that reads for its host, and one that is read for: those beside it, and other hosts."""
-    seeds = (f"beside-{leads}-{making}-{moment}-{number}" for number in range(100))
+    seeds = (f"beside-{kind}-{leads}-{making}-{moment}-{TURN}-{number}" for number in range(100))
     name = next(one for one in seeds if random.Random(one).randrange(4) % 2 == (not leads))
-    victim, told = fault(folder, context, "SIGSTOP", 2, name, train=True, ranks=2, making=making)
+    victim, told = fault(folder, context, kind, 2, name, train=True, ranks=2, making=making)
     assert [one["host"] for one in told] == [victim // 2] * 3, told
-    assert any(one["rank"] == victim and "has said nothing for 3 seconds" in one["what"] for one in told), (
-        told
-    )
+    assert any(one["rank"] == victim and what in one["what"] for one in told), told
 
 
 def test_a_host_that_has_all_rows_that_it_wants_is_told_too(folder: Path, context: Any) -> None:
     """Its loader asks for none any more, and would go on by itself."""
-    victim, told = fault(folder, context, "SIGKILL", 2, "late", train=True, late=3)
+    victim, told = fault(folder, context, "SIGKILL", 2, f"late-{TURN}", train=True, late=3)
     assert [one["host"] for one in told] == [victim]
 
 
@@ -152,7 +154,7 @@ def test_a_host_that_has_all_rows_that_it_wants_is_told_too(folder: Path, contex
 def test_a_host_that_is_gone_while_all_open_the_store(
     folder: Path, context: Any, kind: str, moment: int
 ) -> None:
-    name = f"opening-{kind}-{moment}"
+    name = f"opening-{kind}-{moment}-{TURN}"
     victim, told = fault(folder, context, kind, 2, name, train=False, opening=True)
     assert [one["host"] for one in told] == [victim]
 
@@ -188,7 +190,7 @@ def test_a_restart_goes_on_with_the_mini_batches_that_were_left(
 ) -> None:
     """Of each host those before the state that was saved and those after it are those of a run in which
     nothing happened."""
-    name = f"restart-{moment}"
+    name = f"restart-{moment}-{TURN}"
     fault(folder, context, "SIGKILL", 2, name, train=True)
     logged = [
         [json.loads(line) for line in (folder / f"{name}.log.{rank}").read_text().splitlines(True)[:-1]]

@@ -191,12 +191,40 @@ def test_a_state_at_the_last_mini_batch(store: Any, mode: str) -> None:
             assert loader.epoch == epoch + 1
             assert nodes_of(loader) == epochs[epoch + 1]
         loader.load_state_dict(states[len(epochs[0]) - 1])
+        again = loader.state_dict()  # as where a program is ended before it has begun
+        loader.set_epoch(1)
+        loader.load_state_dict(again)
+        assert loader.state_dict() == states[len(epochs[0]) - 1]
+        loader.set_epoch(0)
         assert nodes_of(loader) == []
         loader.set_epoch(1)
         assert nodes_of(loader) == epochs[1]
         loader.load_state_dict(states[len(epochs[0]) - 1])
         loader.load_state_dict(states[1])  # of what is loaded last
         assert nodes_of(loader) == epochs[0][2:]
+
+
+@pytest.mark.parametrize("mode", ["online", "rolling", "compiled"])
+def test_a_mini_batch_that_did_not_come_to_the_loop_comes_again(
+    store: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another host is gone when this one's was there already, and then the state is saved."""
+    with store.loader(**options_of(mode, "uncounted")) as loader:
+        whole = nodes_of(loader)
+        loader.set_epoch(0)
+        batches = iter(loader)
+        assert nodes_of(islice(batches, 3)) == whole[:3]
+
+        def check() -> None:
+            raise ConnectionError("another is gone")
+
+        monkeypatch.setattr(loader._mode, "check", check)
+        with pytest.raises(ConnectionError):
+            next(batches)
+        state = loader.state_dict()
+        monkeypatch.undo()
+        loader.load_state_dict(state)
+        assert nodes_of(loader) == whole[3:]
 
 
 @pytest.mark.parametrize("mode", ["online", "rolling", "compiled"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -139,6 +139,8 @@ def test_it_goes_on_with_another_number_of_ranks(store: Any, mode: str, before: 
     whole = [node for loader in third for node in seeds_of(list(loader))]
     assert set(whole) == set(TRAIN.tolist())
     third[0].load_state_dict(again[0])
+    third[0].set_epoch(1)  # as a loop does in each epoch
+    assert [batch.n_id.tolist() for batch in third[0]] == [batch.n_id.tolist() for batch in rest[0]]
     third[0].set_epoch(1)  # from its beginning
     assert len(list(third[0])) == len(third[0])
     for loader in third:
@@ -159,9 +161,106 @@ def test_what_cannot_be_divided_anew_says_so(store: Any) -> None:
             if mode == "compiled":  # 2 steps of 3 ranks are 3 of 2
                 loader.load_state_dict(state)
                 assert len(list(loader)) == len(loader) - 3
-                state |= {"next": 1}
+                state = state | {"next": 1}
             with pytest.raises(ArgumentError, match=r"set_epoch\(|begin the"):
                 loader.load_state_dict(state)
             loader.load_state_dict(between)
             assert loader.epoch == between["epoch"]
             assert seeds_of(list(loader))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "says"),
+    [
+        ({"shuffle": True}, {"shuffle": True}, "in another order"),
+        ({"shuffle": True}, {}, "in another order"),
+        ({}, {"shuffle": True}, "in another order"),
+        ({"recorded_epochs": 2}, {}, "epoch 1 repeats another of the recorded epochs"),
+        ({}, {"recorded_epochs": 2}, "epoch 1 repeats another of the recorded epochs"),
+        ({}, {}, ""),
+    ],
+)
+def test_what_is_compiled_goes_on_in_the_same_order_alone(
+    store: Any, there: dict[str, Any], here: dict[str, Any], says: str
+) -> None:
+    """So many whole mini-batches of half the size are over only where these are the first ones here, too."""
+    options = {
+        "seeds": TRAIN, "fanouts": (3, 2), "memory": "64MiB", "mode": "compiled", "residency": "fixed"
+    }  # fmt: skip
+    with store.loader(batch_size=40, name="there", **options, **there) as loader:
+        loader.set_epoch(1)
+        seen = list(islice(iter(loader), 2))
+        state = loader.state_dict()
+    with store.loader(batch_size=20, name="here", **options, **here) as loader:
+        if says:
+            with pytest.raises(ArgumentError, match=rf"{says}.*set_epoch\(2\)"):
+                loader.load_state_dict(state)
+            return
+        loader.load_state_dict(state)
+        assert set(seeds_of(seen)) | set(seeds_of(list(loader))) == set(TRAIN.tolist())
+
+
+def test_what_is_compiled_goes_on_without_what_it_was_compiled_of(store: Any) -> None:
+    """It is the same, whether mini-batches are given or not; of other ranks nobody knows what is over."""
+    some = [np.arange(10 * k, 10 * k + 20) for k in range(8)]
+    options = {"mode": "compiled", "memory": "64MiB", "name": "alone"}
+    with store.loader(some, **options) as loader:
+        list(islice(iter(loader), 3))
+        given = loader.state_dict()
+    with store.loader(reuse=True, **options) as loader:
+        list(islice(iter(loader), 3))
+        alone = loader.state_dict()
+        loader.load_state_dict(given)
+        assert [batch.n_id.tolist() for batch in loader] == [ids.tolist() for ids in some[3:]]
+        with pytest.raises(ArgumentError, match=r"is not known.*set_epoch\(1\)"):
+            loader.load_state_dict(given | {"at": given["at"] | {"ranks": 2, "step": 2}})
+    with store.loader(some, reuse=True, **options) as loader:
+        loader.load_state_dict(alone)
+        assert [batch.n_id.tolist() for batch in loader] == [ids.tolist() for ids in some[3:]]
+
+
+class Halves(Sequence[np.ndarray]):
+    """Mini-batches that divide themselves among ranks, a block to each."""
+
+    num_replicas = 2
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < 4:
+            raise IndexError
+        return np.arange(10 * number, 10 * number + 20)
+
+
+def test_of_mini_batches_that_divide_themselves_nobody_knows_what_is_over(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for mode in ("online", "rolling", "compiled"):
+        more = {"memory": "64MiB", "mode": mode} | ({} if mode == "online" else {"name": f"halves{mode}"})
+        with store.loader(Halves(), **more) as loader:
+            list(islice(iter(loader), 2))
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            assert len(list(loader)) == 2
+            with pytest.raises(ArgumentError, match="these divide themselves"):
+                loader.load_state_dict(state | {"at": state["at"] | {"ranks": 1, "step": 4}})
+
+
+def test_a_state_beyond_the_end_of_other_ranks_is_no_empty_epoch(store: Any) -> None:
+    some = [np.arange(10 * k, 10 * k + 20) for k in range(10)]
+    with store.loader(some, mode="online", memory="32MiB") as loader:
+        list(islice(iter(loader), 8))
+        state = loader.state_dict()
+    for few, left in ((some[:5], None), (some[:7], None), (some[:8], 0), (some, 1)):
+        with store.loader(few, mode="online", memory="32MiB", rank=0, world_size=2) as loader:
+            if left is None:
+                with pytest.raises(
+                    ArgumentError, match=f"8 mini-batches or more, and this one has {len(few)}"
+                ):
+                    loader.load_state_dict(state)
+            else:
+                loader.load_state_dict(state)
+                assert len(list(loader)) == left

@@ -102,12 +102,13 @@ def test_it_goes_on_where_it_was(store: Any, fresh: Any, epoch: int) -> None:
         state = states[2]
         at, in_mode = state["at"], state["at"]["in_mode"]
         for wrong, says in (
-            ({"next": STEPS + 1}, "next of the state"),
             ({"of": in_mode["of"] | {"shuffle": "0"}}, "the state has shuffle = '0'"),
             ({"of": in_mode["of"] | {"trace": "another"}}, "the state has trace = 'another'"),
         ):
             with pytest.raises(ArgumentError, match=says):
                 loader.load_state_dict(state | {"at": at | {"in_mode": in_mode | wrong}})
+        with pytest.raises(ArgumentError, match="next of the state"):
+            loader.load_state_dict(state | {"next": STEPS + 1})
 
 
 def test_an_epoch_that_is_broken_off(store: Any, fresh: Any) -> None:
@@ -124,6 +125,18 @@ def test_an_epoch_that_is_broken_off(store: Any, fresh: Any) -> None:
         with pytest.raises(ClosedError, match="state"):
             next(stale)
         assert drawn(loader) == fresh[2]
+        stale, last = iter(loader), None
+        for _ in range(STEPS):
+            next(stale)
+            last = loader.state_dict()
+        loader.set_epoch(1)
+        stale = iter(loader)
+        next(stale)
+        loader.load_state_dict(last)  # of which nothing is left
+        with pytest.raises(ClosedError, match="state"):
+            next(stale)
+        assert drawn(loader) == []
+        assert drawn(loader) == fresh[4 % RECORDED]
 
 
 def test_a_read_that_fails_leaves_the_epochs_as_they_are(store: Any, fresh: Any) -> None:

@@ -36,6 +36,7 @@ import featstore
 from featstore import errors
 from featstore.base import passed_errors
 from featstore.errors import (
+    ArgumentError,
     BudgetError,
     CancelledError,
     ClosedError,
@@ -377,6 +378,32 @@ def test_a_client_that_is_gone_while_its_rows_are_read(shared: SharedBuffer, fea
         np.testing.assert_array_equal(waiting.result(20), features[[2, 3, 4]])
         assert shared.stats().misses == 4
     assert eventually(lambda: nothing_is_held(shared))
+
+
+def test_a_client_is_closed_by_a_handler_while_it_reads(shared: SharedBuffer, features: np.ndarray) -> None:
+    gate, client, said = Gate(shared._reader), shared.client(), []
+
+    def interrupt(*_: Any) -> None:
+        with pytest.raises(ArgumentError, match="can't ask through it") as caught:
+            client.read([3])
+        said.append(caught.value)
+        client.close()
+        gate.open()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(ClosedError, match="this client of a shared buffer is closed"):
+            client.read([1, 2])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(said) == 1
+    with pytest.raises(ClosedError):
+        client.read([1])
+    assert eventually(lambda: nothing_is_held(shared))
+    with shared.client() as other:
+        np.testing.assert_array_equal(other.read([1, 2]), features[[1, 2]])
 
 
 def test_a_client_that_is_gone_in_the_middle_of_a_word(shared: SharedBuffer, features: np.ndarray) -> None:

@@ -17,7 +17,8 @@ rank has two places, one for the mini-batch in use and one for the next: who is 
 others, as gradients that are averaged do. Epochs begin when all ranks have begun the same one.
 
 **Ending.** A rank that breaks off an epoch, or closes its loader, leaves the others to go on. One that dies
-is seen at once, by the end of its socket: everybody else gets ClosedError. So it is when the owner dies or
+is seen at once, by the end of its socket: everybody else gets ClosedError (of several hosts PeerError, which
+names it). So it is when the owner dies or
 closes; what it had handed over before, the others still get.
 
 **Trust.** Ranks speak to processes of the same user alone, which the system tells (``SO_PEERCRED``). Samples

@@ -110,7 +110,7 @@ class HostMode(OneProcess, Mode):
             if descriptors:
                 self._file = descriptors[0]
             if message is None:
-                self._ended = self._ended or error_of(ClosedError(_OWNER_GONE))
+                self._ended = self._ended or error_of(self._place.dead(0, _OWNER_GONE))
             elif message[0] == "failed":
                 self._ended = message[1]
             elif message[0] == "closed":
@@ -230,7 +230,7 @@ class HostMode(OneProcess, Mode):
     def length(self) -> int:
         raise ArgumentError("ranks that share a loader do not know how many mini-batches an epoch has")
 
-    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
+    def go_on(self, epoch: int, over: int, was: Mapping[str, Any] | None = None) -> tuple[int, int]:
         raise ArgumentError(
             "ranks that share a loader go on in the middle of an epoch with as many ranks, and seeds a "
             f"mini-batch, as before alone: begin the next one, set_epoch({epoch + 1})"
@@ -249,6 +249,10 @@ class HostMode(OneProcess, Mode):
     def state(self) -> dict[str, Any]:
         epoch, step, at = self._position
         return dict(at or {**self._template, "epoch": epoch, "next": step})
+
+    def at(self, state: Mapping[str, Any], epoch: int, after: int) -> dict[str, Any]:
+        # of mode partitions, which has more to say of a place, it goes by mega-batches
+        return dict(state) if self._template["at"] else super().at(state, epoch, after)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         # In mode partitions its "next" counts mega-batches: that is the mode's own affair, and the same in

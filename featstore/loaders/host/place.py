@@ -40,9 +40,16 @@ class Place(NamedTuple):
 
     def silent(self, local_rank: int) -> PeerError:
         """What is raised where a rank of this host, which is one of several, says nothing."""
+        return self._peer(local_rank, f"has said nothing for {self.timeout_seconds:g} seconds")
+
+    def dead(self, local_rank: int, said: str) -> PeerError | ClosedError:
+        """What is raised where a rank of this host has ended without a word; ``said`` where no other hosts
+        wait for its rows."""
+        return ClosedError(said) if self.host is None else self._peer(local_rank, "has died")
+
+    def _peer(self, local_rank: int, what: str) -> PeerError:
         assert self.host is not None
-        rank = self.host.leaders[self.host.machine] + local_rank
-        return PeerError(self.host.host, rank, f"has said nothing for {self.timeout_seconds:g} seconds")
+        return PeerError(self.host.host, self.host.leaders[self.host.machine] + local_rank, what)
 
 
 def place_of(

@@ -326,7 +326,7 @@ class HostService:
         one.heard = time.monotonic()
         if message is None:
             # First why, and then that: else the other thread would say that it has closed.
-            self._fail(ClosedError(f"local rank {one.number} of this host has died"))
+            self._fail(self._place.dead(one.number, f"local rank {one.number} of this host has died"))
             with self._lock:
                 one.leave()
         elif message[0] == "there":
