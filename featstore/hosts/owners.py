@@ -9,6 +9,7 @@ Jacobson, FOCS 1989.)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.base.native import equal_64, popcount, prefetch
 from featstore.errors import FormatError, IdError
+from featstore.reader.reader import Reader
+from featstore.storage.store import OpenStore
 
 _NEAR, _FAR = 64, 1 << 16  # nodes from one that has a count to the next
 _BLOCK = 1 << 20  # a multiple of these
@@ -188,3 +191,17 @@ class Owners:
         for block in blocks:
             total += np.bincount(self.hosts[block], minlength=self.count)
         return total
+
+
+def read_hosts(topology: Path, table: str, memory_bytes: int) -> NDArray[Any]:
+    """uint8 or uint16 [nodes], the host of each node of a table, read from a split's topology."""
+    with (
+        OpenStore(topology) as plain,
+        Reader(plain, tables=[table], memory=memory_bytes, static=None) as reader,
+    ):
+        owner = plain.table(table)
+        hosts = np.empty(owner.rows, np.dtype(plain.manifest.tables[table].dtype))
+        for low in range(0, owner.rows, _BLOCK):
+            ids = np.arange(low, min(low + _BLOCK, owner.rows))
+            reader.read({table: ids}, out={table: hosts[low : low + len(ids)]})
+    return hosts

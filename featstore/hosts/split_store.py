@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreWarning, SourceError
@@ -20,7 +17,7 @@ from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
 from featstore.hosts.loaders import LoadersOfHosts
 from featstore.hosts.messages import Kind
-from featstore.hosts.owners import Owners
+from featstore.hosts.owners import Owners, read_hosts
 from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
 from featstore.hosts.source import HostsRows, Serving, body_bytes_for, ids_max_for
 from featstore.hosts.whole_tables import SplitGraph, WholeTable
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
     from featstore.storage.manifest import FamilyEntry
 
 _LINES_SHARE = 4  # of the memory, at most, is for lines
-_LOADED_AT_ONCE = 1 << 20  # nodes
 
 
 class WholeStore(OpenStore):
@@ -68,6 +64,7 @@ class WholeStore(OpenStore):
             )
         super().__init__(whole)
         self._exchange: Exchange | None = None
+        self._owners: dict[str, Owners] | None = None
         self._lists: ListsOfHost | None = None
         self._pid = os.getpid()
         try:
@@ -167,21 +164,9 @@ class WholeStore(OpenStore):
         if memory_bytes < max(needed, held + opening):
             needed = max(needed, held + opening)
             raise BudgetError(needed, memory_bytes, "know the owners of all nodes, and serve other hosts")
-        left = memory_bytes - held
-        self.owners = {
-            t.name: Owners(t.name, self._hosts_of(t, left), place.host, place.hosts) for t in tables
-        }
-        for name, owners in self.owners.items():
-            if owners.rows != self.part.table(name).rows:
-                raise SourceError(
-                    f"table {name!r} of {self.part.path} has {self.part.table(name).rows:,} rows, and its "
-                    f"host owns {owners.rows:,} nodes: copy both from the same split"
-                )
-        self.copies = {
-            t.name: DiskCopies(self.part.arrays[f"{t.name}.{HALO_NODES}"], t.rows, f"{t.name}.{HALO}")
-            for t in tables
-            if self._copies_of(t.name) is not None
-        }
+        self._opening_bytes = memory_bytes - held
+        if place.leads:
+            self._know()
         left, most = memory_bytes - needed, Exchange.held_bytes(place.hosts, 8 << 20, IDS_MAX, len(names))
         lists_bytes = self._open_lists(lists_least, memory_bytes, left - most + lines_bytes, left, options)
         rows_bytes = memory_bytes - held - lines_bytes - lists_bytes
@@ -207,6 +192,36 @@ class WholeStore(OpenStore):
             self._serving.close()
             raise
         self._exchange = exchange
+
+    def _know(self) -> None:
+        """Read who owns which node, and which have copies here. On others than local rank 0 that waits until
+        it is first asked for."""
+        tables, place = list(self.tables.values()), self.place
+        self._owners = {
+            t.name: Owners(
+                t.name, read_hosts(self.path, t.name, self._opening_bytes), place.host, place.hosts
+            )
+            for t in tables
+        }
+        for name, owners in self._owners.items():
+            if owners.rows != self.part.table(name).rows:
+                raise SourceError(
+                    f"table {name!r} of {self.part.path} has {self.part.table(name).rows:,} rows, and its "
+                    f"host owns {owners.rows:,} nodes: copy both from the same split"
+                )
+        self.copies = {
+            t.name: DiskCopies(self.part.arrays[f"{t.name}.{HALO_NODES}"], t.rows, f"{t.name}.{HALO}")
+            for t in tables
+            if self._copies_of(t.name) is not None
+        }
+
+    @property
+    def owners(self) -> dict[str, Owners]:
+        """Who owns the nodes of each table."""
+        if self._owners is None:
+            self.check_open()
+            self._know()
+        return self._owners or {}
 
     def _lists_least(self, options: Mapping[str, Any]) -> int:
         """What this host's lists take at least, where topology is split, too."""
@@ -244,19 +259,6 @@ class WholeStore(OpenStore):
             needed = max(held + _LINES_SHARE * least, beside + least, held + opening)
             raise BudgetError(needed, memory_bytes, error.what) from None
         return body_bytes, ids_max_for(body_bytes)
-
-    def _hosts_of(self, table: Table, memory_bytes: int) -> NDArray[Any]:
-        """uint8 or uint16 [nodes], the host of each node."""
-        entry = self.manifest.tables[table.name]
-        hosts = np.empty(table.rows, np.dtype(entry.dtype))
-        with (
-            OpenStore(self.path) as plain,
-            Reader(plain, tables=[table.name], memory=memory_bytes, static=None) as reader,
-        ):
-            for low in range(0, table.rows, _LOADED_AT_ONCE):
-                ids = np.arange(low, min(low + _LOADED_AT_ONCE, table.rows))
-                reader.read({table.name: ids}, out={table.name: hosts[low : low + len(ids)]})
-        return hosts
 
     @property
     def on_disk(self) -> OpenStore:

@@ -34,7 +34,7 @@ class Hosts:
 
     def tables_of(self, store: OpenStore) -> list[str]:
         """Names of the tables that hosts have. Raises ArgumentError for a store that is not split."""
-        return list(_whole(store).owners)
+        return list(_whole(store).tables)
 
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
         return self.memory

@@ -214,7 +214,6 @@ def test_partitions_of_hosts_say_that_they_have_no_numbers_of_edges(tmp_path: Pa
 SHARED = """
 with featstore.open_split("parts2", memory="16MiB", timeout_seconds=30) as store:
     assert (store.place.host, store.place.local_rank) == divmod(rank, 2)
-    own = store.owners["features"].hosts == rank // 2
     seeds = {"seeds": "train", "fanouts": (4, 3), "batch_size": 30, "memory": "48MiB", "attach": "label"}
     told = {"rank": rank, "seen": [], "refused": []}
     for call in (lambda: store.reader(memory="16MiB").read([0]), lambda: store.loader(**seeds)):
@@ -228,14 +227,14 @@ with featstore.open_split("parts2", memory="16MiB", timeout_seconds=30) as store
             for batch in loader:
                 assert (batch.x == features[batch.n_id]).all()
                 assert (batch.label == batch.n_id % 5).all()
-                mine = batch.n_id[: batch.batch_size]
-                assert own[mine].all()
-                told["seen"].extend(mine.tolist())
+                told["seen"].extend(batch.n_id[: batch.batch_size].tolist())
                 dist.all_reduce(torch.ones(1))
                 told["steps"] = told.get("steps", 0) + 1
         report = loader.report()
         told |= {"padded": report.padded, "remote_rows": report.remote_rows}
     told["received"] = store.received()[0] - before
+    assert (store._owners is None) == (rank % 2 == 1), "the host knows them once"
+    assert (store.owners["features"].hosts[told["seen"]] == rank // 2).all()
     json.dump(told, open(f"told{rank}.json", "w"))
 dist.destroy_process_group()
 """
@@ -255,4 +254,5 @@ def test_two_ranks_of_each_of_two_hosts_share_a_loader(folder: Path) -> None:
     assert [len(one["refused"]) for one in told] == [1, 2, 1, 2]
     assert [one["received"] > 0 for one in told] == [True, False, True, False]
     assert told[0]["received"] == told[0]["remote_rows"] == told[1]["remote_rows"]
-    assert told[0]["received"] + told[2]["received"] <= 2 * NODES, "a row of another host has come twice"
+    # all of them find room
+    assert told[0]["received"] + told[2]["received"] <= NODES, "a row of another host has come twice"
