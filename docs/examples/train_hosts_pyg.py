@@ -1,8 +1,9 @@
 """Train PyTorch Geometric's GraphSAGE on several hosts in its usual loop: NeighborLoader with a split store
 in place of the data, and DistributedDataParallel. Here two processes of one machine stand for two hosts;
-runs in seconds. On real hosts, see train_hosts_torch.py."""
+runs in seconds. On real hosts start it by torchrun, with the directory of the parts (train_hosts_torch.py)."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -72,5 +73,10 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        main(Path(temporary))
+    if "RANK" in os.environ:  # torchrun started it
+        dist.init_process_group()
+        train(Path(sys.argv[1]))
+        dist.destroy_process_group()
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(Path(temporary))

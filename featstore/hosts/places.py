@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from featstore.base.error_text import first_line
 from featstore.base.modules import loaded
 from featstore.base.threads import Reply, Worker
 from featstore.errors import ArgumentError, PeerError, SourceError
+from featstore.hosts.meeting import meet
 from featstore.hosts.wire import GlooWire
 
 #: A single send or receive may take so many time-outs: hosts that are late are found before.
 WIRE_PATIENCE = 3
-_MEETING_PATIENCE = 1.1  # of that, for all that hosts do to meet
-_meeting = 0  # the number of the next one: those before are over
+_MORE_PATIENCE = 1.1  # of that, for all of what hosts do to meet, and to connect once all are there
+_one_at_a_time = threading.Lock()  # hosts have no numbers for their meetings
 
 
 class HostPlace(NamedTuple):
@@ -79,21 +80,26 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     import torch
     import torch.distributed.distributed_c10d as c10d
 
-    store = c10d._get_default_store()
+    store, patience = c10d._get_default_store(), WIRE_PATIENCE * timeout_seconds
     # who waits for a name in a store keeps it from being asked meanwhile
     apart = store.clone() if hasattr(store, "clone") else store
+    try:
+        with _one_at_a_time:
+            name, missing = _within(
+                _MORE_PATIENCE * patience, lambda: meet(store, place.machine, place.hosts, patience)
+            )
+    except (RuntimeError, TimeoutError) as error:
+        why = f" ({first_line(error)})" if str(error) else ""
+        what = f"has the store by which ranks of this run meet, and it does not answer{why}"
+        raise PeerError(0, 0, what) from error
+    if missing:
+        raise _absent(place, missing, patience)
+    meeting, limit = c10d.PrefixStore(name, apart), timedelta(seconds=patience)
+
     # Not by new_group: a second group of the same ranks would meet under the name of the first, once that is
     # destroyed, at addresses where nobody is any more.
-    try:
-        name = _name_of_meeting(store)
-        store.set(f"{name}/here/{place.machine}", "")
-    except RuntimeError as error:
-        what = f"has the store by which ranks of this run meet, and it does not answer ({first_line(error)})"
-        raise PeerError(0, 0, what) from error
-    meeting, patience = c10d.PrefixStore(name, apart), WIRE_PATIENCE * timeout_seconds
-
-    def meet() -> tuple[list[Any], list[torch.Tensor]]:
-        limit, parts = timedelta(seconds=patience), []
+    def connect() -> tuple[list[Any], list[torch.Tensor]]:
+        parts: list[torch.Tensor] = []
         groups: list[Any] = [
             c10d.ProcessGroupGloo(c10d.PrefixStore(way, meeting), place.machine, place.hosts, limit)
             for way in ("up", "down")
@@ -105,17 +111,11 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
 
     try:
         # gloo tries a host that died while it was meeting the others five times, each for all the patience.
-        (up, down), parts = _within(_MEETING_PATIENCE * patience, meet)
+        (up, down), parts = _within(_MORE_PATIENCE * patience, connect)
     except (RuntimeError, TimeoutError) as error:
         why = first_line(error) if str(error) else "it was there, and did not answer"
         others = [machine for machine in range(place.hosts) if machine != place.machine]
-        with suppress(RuntimeError):  # the store itself may be gone
-            store.set(f"{name}/over", "")
-            others = [one for one in others if not store.check([f"{name}/here/{one}"])] or others
-        which = "" if len(others) == 1 else "or another "
-        what = f"{which}has not come within {patience:g} seconds ({why})"
-        raise PeerError(others[0], place.leaders[others[0]], what) from error
-    _end_meeting()
+        raise _absent(place, others, patience, f" ({why})") from error
     machine_of = {int(part): machine for machine, part in enumerate(parts)}
     if len(machine_of) < place.hosts:
         raise SourceError(
@@ -126,17 +126,11 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     return GlooWire(up, down, order, place.leaders, patience)
 
 
-def _name_of_meeting(store: Any) -> str:
-    """Of the next meeting that nobody has given up: all processes count those that are over alike, however
-    often one of them has failed before it came to one."""
-    while store.check([f"featstore/hosts/{_meeting}/over"]):
-        _end_meeting()
-    return f"featstore/hosts/{_meeting}"
-
-
-def _end_meeting() -> None:
-    global _meeting
-    _meeting += 1
+def _absent(place: HostPlace, machines: list[int], seconds: float, why: str = "") -> PeerError:
+    """For a machine that has not come, of these."""
+    which = "" if len(machines) == 1 else "or another "
+    what = f"{which}has not come within {seconds:g} seconds{why}"
+    return PeerError(machines[0], place.leaders[machines[0]], what)
 
 
 def _within(seconds: float, make: Callable[[], Any]) -> Any:

@@ -28,6 +28,7 @@ import torch.distributed.distributed_c10d as c10d
 from test_split_training import graph_and_rows
 
 from featstore.errors import PeerError
+from featstore.hosts.meeting import meet
 from featstore.hosts.places import HostPlace, open_wire
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
@@ -171,10 +172,14 @@ def test_a_host_that_was_there_and_does_not_answer_is_given_up(
 
     monkeypatch.setattr(c10d, "ProcessGroupGloo", connecting)
     monkeypatch.setattr(c10d, "_get_default_store", lambda: dist.FileStore(str(tmp_path / "meeting"), 2))
+    other = dist.FileStore(str(tmp_path / "meeting"), 2)
+    there = threading.Thread(target=meet, args=(other, 1, 2, 10))
+    there.start()
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"host 1.*within 0\.6 seconds.*did not answer"):
         open_wire(place, 0.2)
     assert time.monotonic() - begin < 5
+    there.join(10)
     done.set()
 
 
