@@ -1,6 +1,6 @@
 """Train PyTorch Geometric's GraphSAGE on several hosts in its usual loop: NeighborLoader with a split store
 in place of the data, and DistributedDataParallel. Here two processes of one machine stand for two hosts;
-runs in seconds. On real hosts start it by torchrun, with the directory of the parts (train_hosts_torch.py)."""
+runs in seconds. On real hosts start it by torchrun with the directory of the parts: train_hosts_torch.py."""
 
 import os
 import sys
