@@ -25,12 +25,24 @@ class Halo(NamedTuple):
 def halo_ids_of(table: Table) -> NDArray[np.int64]:
     """The nodes of this host's halo, of a table of a split store, ascending; none without a graph, and of
     nodes without features. Raises ArgumentError."""
+    names, part = _arrays_of(table), table.tables_on_disk[0].store
+    return np.unique(np.concatenate([np.empty(0, np.int64), *(part.arrays[name] for name in names)]))
+
+
+def halo_count_of(table: Table) -> int:
+    """How many nodes that are, without reading them; where several graphs lead from them at most so many."""
+    names = _arrays_of(table)
+    arrays = table.tables_on_disk[0].store.manifest.arrays
+    return min(table.rows, sum(arrays[name].shape[0] for name in names))
+
+
+def _arrays_of(table: Table) -> list[str]:
+    """Names of the part's arrays that have them. Raises ArgumentError."""
     part = table.tables_on_disk[0].store
     if part is table.store:
         raise ArgumentError(f"a halo is of a store that is split by hosts, not of {shown(table.store.path)}")
     read = {} if table.name in part.featureless else part.graphs
-    found = [part.arrays[f"{n}.{HALO_IDS}"] for n, g in read.items() if g.source_table.name == table.name]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+    return [f"{n}.{HALO_IDS}" for n, g in read.items() if g.source_table.name == table.name]
 
 
 def halo_of(table: Table) -> Halo:

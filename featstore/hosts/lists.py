@@ -106,6 +106,10 @@ class OwnLists:
         """From now on lists are read by this one."""
         self._reader = reader
 
+    def stored_bytes(self) -> int:
+        """What all of it takes: neighbours, and what else there is of edges."""
+        return self._lists.whole_bytes
+
     def fill(self, room_bytes: int, values: bool) -> int:
         """Hold neighbours, or what else there is of edges (``values``), as far as there is room; the bytes
         that are."""
@@ -272,7 +276,7 @@ class ListsOfHost:
             for one in graphs:
                 one.read_by(self._reader)
             for values in (False, True):
-                for one in graphs:
+                for one in sorted(graphs, key=OwnLists.stored_bytes):  # small relations first
                     room -= one.fill(room, values)
             self.memory_bytes = memory_bytes - room
         except BaseException:

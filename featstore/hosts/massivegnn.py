@@ -33,8 +33,8 @@ from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of, prefetch
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
-from featstore.errors import BudgetError
-from featstore.hosts.halo import Halo, halo_ids_of, halo_of
+from featstore.errors import ArgumentError, BudgetError
+from featstore.hosts.halo import Halo, halo_count_of, halo_of
 from featstore.storage.store import Table
 from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.over import OverSource
@@ -43,6 +43,7 @@ from featstore.tiers.static_tier import new_rows
 
 _IN_BUFFER = np.float32(-1)
 _AHEAD = 16  # ids
+_NEVER = 1 << 62  # mini-batches
 
 
 @njit(cache=True, nogil=True)
@@ -190,7 +191,8 @@ class MassiveGNN:
     Args:
         share: f, of the halo, whose rows are held.
         gamma: of S_E, from 0 to 1.
-        delta: mini-batches from one replacement to the next.
+        delta: mini-batches from one replacement to the next; None for none, which keeps the rows of the
+            highest degree (the paper's prefetch without eviction).
         alpha: below which S_E lets go; gamma to the power of delta unless given.
 
     Each request is a mini-batch of distinct ids. It is of stores that are split by hosts. Beside its memory
@@ -199,17 +201,19 @@ class MassiveGNN:
     """
 
     def __init__(
-        self, share: float = 0.25, gamma: float = 0.995, delta: int = 64, alpha: float | None = None
+        self, share: float = 0.25, gamma: float = 0.995, delta: int | None = 64, alpha: float | None = None
     ) -> None:
         self.share = as_number(share, "share", 0, 1)
         self.gamma = as_number(gamma, "gamma", 0, 1)
-        self.delta = as_count(delta, "delta", 1, 2**20)
+        self.delta = None if delta is None else as_count(delta, "delta", 1, 2**20)
         self.alpha = None if alpha is None else as_number(alpha, "alpha", 0, 1)
+        if delta is None and alpha is not None:
+            raise ArgumentError("alpha= says which rows are replaced, and delta=None that none is")
 
     def host_bytes(self, tables: Sequence[Table]) -> int:
         total = 0
         for table in tables:
-            halo = len(halo_ids_of(table))
+            halo = halo_count_of(table)
             slots = int(self.share * halo)
             total += HaloScores.bytes_for(table.rows, halo, slots) + slots * table.row_bytes
         return total
@@ -239,7 +243,8 @@ class MassiveGNNTier(OverSource):
         super().__init__(below)
         self._tables: dict[str, tuple[HaloScores, NDArray[np.uint8]]] = {}
         for table in source_tables(below):
-            scores = HaloScores(halo_of(table), table.rows, how.share, how.gamma, how.delta, how.alpha)
+            delta, alpha = (_NEVER, 0.0) if how.delta is None else (how.delta, how.alpha)
+            scores = HaloScores(halo_of(table), table.rows, how.share, how.gamma, delta, alpha)
             self._tables[table.name] = scores, empty_rows(scores.slots, table.row_bytes)
         self._lock, self._filled, self._hits = threading.Lock(), False, 0
         self._coming: Request | None = None  # rows for the buffer are on their way

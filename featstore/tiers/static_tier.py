@@ -86,7 +86,7 @@ class Static:
         if all(table.entry.order.rows_by_degree is None for table in tables.values()):
             raise SourceError(
                 "Static('degree') needs degrees, but the store was packed without a graph: pack with one, or "
-                "give node ids"
+                "give node ids (where topology is split by hosts, too, no host knows those of all nodes)"
             )
         chosen = {}
         for name, rows in highest_degrees(

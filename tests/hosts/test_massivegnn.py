@@ -110,15 +110,19 @@ def test_a_row_of_the_first_buffer_goes_when_it_was_not_used_more_than_delta_tim
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**30), share=st.sampled_from([0.0, 0.3, 1.0]), delta=st.sampled_from([1, 3]))
+@given(
+    seed=st.integers(0, 2**30), share=st.sampled_from([0.0, 0.3, 1.0]), delta=st.sampled_from([1, 3, None])
+)
 def test_every_row_is_the_sources_and_none_is_asked_for_twice(
-    tmp_path_factory: pytest.TempPathFactory, small: Any, seed: int, share: float, delta: int
+    tmp_path_factory: pytest.TempPathFactory, small: Any, seed: int, share: float, delta: int | None
 ) -> None:
     store, rows = small
     rng = np.random.default_rng(seed)
     below = ArraySource(store, {"features": rows})
     tier = tier_over(below, halos(rng, 80), share, delta)
-    plain = Plain(tier._tables["features"][0].halo, share, 0.95, delta, None)
+    plain = Plain(
+        tier._tables["features"][0].halo, share, 0.95, delta or 10**6, 0.0 if delta is None else None
+    )
     first = int(share * 80)
     asked = 0
     for step in range(30):
@@ -191,7 +195,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Any:
         yield store, rows
 
 
-def tier_over(below: ArraySource, halo: Halo, share: float, delta: int) -> MassiveGNNTier:
+def tier_over(below: ArraySource, halo: Halo, share: float, delta: int | None) -> MassiveGNNTier:
     """A tier whose halo is given, of a store that is not split."""
     import featstore.hosts.massivegnn as module
 
@@ -205,7 +209,13 @@ def tier_over(below: ArraySource, halo: Halo, share: float, delta: int) -> Massi
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"share": 1.5}, "share"), ({"gamma": -1}, "gamma"), ({"delta": 0}, "delta"), ({"alpha": "x"}, "alpha")],
+    [
+        ({"share": 1.5}, "share"),
+        ({"gamma": -1}, "gamma"),
+        ({"delta": 0}, "delta"),
+        ({"alpha": "x"}, "alpha"),
+        ({"delta": None, "alpha": 0.5}, "alpha= says which rows are replaced, and delta=None"),
+    ],
 )
 def test_wrong_parameters(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):

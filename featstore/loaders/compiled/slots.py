@@ -87,12 +87,14 @@ class ResidentSlots:
 
     def restore(self, end: int) -> None:
         """Put here what mini-batches 0 to ``end`` would have left: of each slot its last admission."""
-        last = [np.full(limit.slots, -1, np.int64) for limit in self._sources.limits]
+        last = [np.full(limit.slots, -1, np.int32) for limit in self._sources.limits]
         for index, tables in self._records(range(end)):
             for number, record in enumerate(tables):
                 last[number][record.admit_slot] = index
-        needed = np.unique(np.concatenate([a[a >= 0] for a in last])) if last else np.empty(0, np.int64)
-        for index, tables in self._records(needed.tolist()):
+        needed = np.zeros(end + 1, np.bool_)
+        for admissions in last:
+            needed[admissions] = True  # -1 is the last place
+        for index, tables in self._records(np.flatnonzero(needed[:end]).tolist()):
             parts = []
             for number, record in enumerate(tables):
                 wanted = last[number][record.admit_slot] == index

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from featstore.arguments import shown
 from featstore.errors import ArgumentError
 from featstore.hosts.ahead import Ahead
-from featstore.hosts.halo import halo_ids_of
+from featstore.hosts.halo import halo_count_of
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.prefetch import Sampler, epoch_of, parts_of
 from featstore.sampling.batches import RankedBatches, SampledBatches
@@ -208,7 +208,7 @@ def _remote_bytes(store: WholeStore, table: Table, share: RankedBatches | GivenS
     """Of rows that this host may want of others: of a table that graphs lead from, those of its halo. Of any
     other none where the store samples, around nodes of this host."""
     if any(graph.source_table.name == table.name for graph in store.part.graphs.values()):
-        return len(halo_ids_of(table)) * table.row_bytes
+        return halo_count_of(table) * table.row_bytes
     if isinstance(share, RankedBatches):
         return 0
     return (table.rows - store.owners[table.name].rows) * table.row_bytes

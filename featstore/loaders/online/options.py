@@ -79,7 +79,8 @@ def static_ids(
     if ranked is None:
         raise SourceError(
             f"the policy 'static' keeps the rows of the highest degree, which table {table!r} does "
-            "not know: pack with a graph, or say which rows with static="
+            "not know: pack with a graph, or say which rows with static= (where topology is split, too, no "
+            "host knows the degrees of all nodes)"
         )
     node_of_row = store.tables[table].node_of_row()
     return ranked if node_of_row is None else node_of_row[ranked]
