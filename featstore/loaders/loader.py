@@ -300,7 +300,7 @@ class Loader(Shown, LoaderBase):
 
     def save_cache(self, name: str = "cache") -> None:
         """Save with the store which rows are in the buffers now, to begin with by ``warm=name``; of mode
-        online."""
+        online. Where ranks share the loader local rank 0 does it, and on others nothing happens."""
         self.check_open()
         if self.mode != "online":
             raise ArgumentError(f"save_cache is of mode 'online', not of {self.mode!r}")

@@ -233,6 +233,18 @@ with featstore.open_split("parts2", memory="16MiB", timeout_seconds=30) as store
         report = loader.report()
         told |= {"padded": report.padded, "remote_rows": report.remote_rows}
     told["received"] = store.received()[0] - before
+    come = []
+    for warm in (None, "kept"):  # what was kept is there before the first mini-batch
+        with store.loader(**seeds, shared=True, halo=featstore.Buffer("lru", "1MiB"), warm=warm) as loader:
+            first = None
+            for batch in loader:
+                assert (batch.x == features[batch.n_id]).all()
+                first = first or loader.report().remote_rows
+                dist.all_reduce(torch.ones(1))
+            come.append((loader.report().remote_rows, first))
+            loader.save_cache("kept")
+            dist.all_reduce(torch.ones(1))
+    told["come"] = come
     assert (store._owners is None) == (rank % 2 == 1), "the host knows them once"
     assert (store.owners["features"].hosts[told["seen"]] == rank // 2).all()
     json.dump(told, open(f"told{rank}.json", "w"))
@@ -254,5 +266,8 @@ def test_two_ranks_of_each_of_two_hosts_share_a_loader(folder: Path) -> None:
     assert [len(one["refused"]) for one in told] == [1, 2, 1, 2]
     assert [one["received"] > 0 for one in told] == [True, False, True, False]
     assert told[0]["received"] == told[0]["remote_rows"] == told[1]["remote_rows"]
+    for one in told:
+        (cold, _), (warm, first) = one["come"]
+        assert warm - first <= 0.1 * cold, "rows that were saved were asked for again"
     # all of them find room
     assert told[0]["received"] + told[2]["received"] <= NODES, "a row of another host has come twice"

@@ -329,17 +329,26 @@ def test_mini_batches_that_divide_themselves_have_no_rest() -> None:
     assert len(list(share.epoch(2))) == 4
 
 
-def test_ranks_that_share_a_loader_save_no_cache(store: Any, tmp_path: Path) -> None:
-    def make(rank: int) -> Any:
+def test_ranks_that_share_a_loader_save_what_its_buffers_hold(store: Any, tmp_path: Path) -> None:
+    """Once, and begin with it."""
+
+    def read(rank: int, warm: str | None) -> int:
         own = featstore.open(store.path)
-        return own.loader(rank=rank, world_size=2, mode="online", shared=str(tmp_path / "line"), **SAMPLED)
+        line = str(tmp_path / f"line {warm}")
+        with own.loader(
+            rank=rank, world_size=2, mode="online", shared=line, warm=warm, policy="lru", **SAMPLED
+        ) as loader:
+            for batch in loader:
+                np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+            loader.save_cache("shared")
+            return loader.report().buffers["features"].misses
 
     with ThreadPoolExecutor(2) as pool:
-        loaders = list(pool.map(make, range(2)))
-        for loader in loaders:
-            with pytest.raises(ArgumentError, match="share a loader"):
-                loader.save_cache()
-        list(pool.map(lambda loader: loader.close(), loaders))
+        cold = list(pool.map(read, range(2), [None] * 2))
+        assert [path.name for path in (store.path / "caches").glob("shared*")] == ["shared.cache"]
+        warm = list(pool.map(read, range(2), ["shared"] * 2))
+    assert cold[0] > NODES // 2
+    assert warm[0] == 0
 
 
 # What is of something else.

@@ -64,6 +64,7 @@ class HostMode(OneProcess, Mode):
         self._whole_steps = 0  # of all ranks, of an iteration that failed
         self._ended = b""  # the error that tells why nothing comes any more
         self._place = place
+        self._service: HostService | None = None  # of local rank 0
         self._pulse: Pulse | None = None
         alike = fingerprint(options)
         closed_later()
@@ -72,7 +73,7 @@ class HostMode(OneProcess, Mode):
                 own, self._line = pair()
                 opened.callback(self._line.close)
                 opened.callback(own.close)
-                service = HostService(place, rank, alike, memory_bytes, own, make)
+                self._service = service = HostService(place, rank, alike, memory_bytes, own, make)
                 opened.callback(service.close)
                 dropped = weakref.finalize(self, _close_dropped, service, os.getpid())  # threads keep it
                 dropped.atexit = False
@@ -241,10 +242,8 @@ class HostMode(OneProcess, Mode):
         self._position = epoch, 0, None
 
     def save_cache(self, name: str) -> None:
-        raise ArgumentError(
-            "ranks that share a loader do not save which rows are in its buffers: a rank with a loader of "
-            "its own does"
-        )
+        if self._service is not None:  # which has them; on others it is called, too, as all ranks do the same
+            self._service.save_cache(name)
 
     def state(self) -> dict[str, Any]:
         epoch, step, at = self._position

@@ -1,11 +1,11 @@
 """The owner's side: it goes through one loader for all ranks of its host and hands each its mini-batches.
 
-Two threads. One goes through the loader and hands over; the other hears what the ranks say, and sees them
-die. The owner's own rank is a rank like the others, with a line within the process.
+Two threads: one goes through the loader and hands over; the other hears what the ranks say, and sees them
+die. The owner's own rank is one like the others, with a line within the process.
 
 *From ranks:* ``begin`` an epoch, from where; ``gone``, the arrays of a mini-batch are; ``kept``, those of one
-are, though the loop has had its successor; ``stop``, this epoch is broken off; ``report``; ``close``. Of
-several hosts also ``there``, it is alive, and whether it waits: then ``here`` is the answer.
+are, though the loop has had the next; ``stop``, this epoch is broken off; ``report``; ``close``; over hosts
+``there``, it is alive, and whether it waits: ``here`` is the answer.
 *To ranks:* ``met``, all are there; ``welcome``, with the shared memory; ``batch``; ``end`` of the epoch;
 ``error``, which ends it; ``report``; ``closed``, with the last report; ``failed``, for good. What concerns an
 epoch has the number that the rank gave it, and an error how many steps of all ranks came before it.
@@ -36,9 +36,9 @@ _WHO = "local rank 0, which reads for the ranks of this host"
 
 
 class Begin(NamedTuple):
-    """A rank's wish: an epoch, from its mini-batch ``step`` on, as the mode counts them; ``at`` is the mode's
-    state there, or None at the begin of an epoch. ``run``: the number that the rank gives it; ``next``: of
-    the first mini-batch, as the loop counts them, which has had ``handed`` of all epochs."""
+    """A rank's wish: an epoch, from its mini-batch ``step`` on, as the mode counts them; ``at``: its state
+    there, None at an epoch's begin. ``run``: the number that the rank gives it; ``next``: of the first
+    mini-batch, as the loop counts, which has had ``handed`` of all epochs."""
 
     run: int
     epoch: int
@@ -90,8 +90,8 @@ def error_of(error: BaseException) -> bytes:
 
 
 class HostService:
-    """Made by local rank 0, which waits for the others; ``make`` is given their ranks, and the memory that
-    is left when places for mini-batches have theirs. ``own``: of the owner's own rank."""
+    """Made by local rank 0, which waits for the others; ``make`` is given their ranks, and the memory that is
+    left beside places for mini-batches. ``own``: of the owner's own rank."""
 
     def __init__(
         self, place: Place, rank: int, options: Mapping[str, str], memory_bytes: int, own: Line,
@@ -107,8 +107,7 @@ class HostService:
         self._stands: int | None = 0  # at the begin of which epoch the mode does
         self._changed = Wake()
         self._closing = self._ended = False
-        self._between = True  # steps: every rank has as many mini-batches
-        self._failed = False
+        self._failed, self._between = False, True  # between steps: every rank has as many mini-batches
         self._last_report: LoaderReport | None = None
         self._lock = threading.RLock()  # of what is known of ranks; the two threads' own
         self._telling = threading.RLock()  # that it ends: one reason, to all of them
@@ -137,6 +136,11 @@ class HostService:
             self._fail(error)
             self.close()
             raise
+
+    def save_cache(self, name: str) -> None:
+        """Save which rows the buffers hold."""
+        with self._lock:
+            self._mode.save_cache(name)
 
     @property
     def _mode(self) -> Mode:
@@ -309,12 +313,11 @@ class HostService:
         return None if self._place.timeout_seconds is None else self._place.timeout_seconds / 5
 
     def _check_heard(self, before: float) -> None:
-        """Give up who has said nothing for too long. ``before``: when it was listened last; where that was
-        long ago, this process has stood still itself."""
+        """Give up who has said nothing for too long. ``before``: when it was listened last."""
         assert self._place.timeout_seconds is not None
         now = time.monotonic()
         for one in self._ranks[1:]:
-            if now - before > self._place.timeout_seconds / 2:
+            if now - before > self._place.timeout_seconds / 2:  # this process has stood still itself
                 one.heard = now
             elif not one.closed and now - one.heard > self._place.timeout_seconds:
                 self._fail(self._place.silent(one.number))
