@@ -42,7 +42,7 @@ TIERS: dict[str, Call] = {
         {
             "share": number().and_also(too_much=1.1),
             "gamma": number().and_also(too_much=1.1),
-            "delta": count(1, 2**20),
+            "delta": count(1, 2**20).optional,
             "alpha": number().optional.and_also(too_much=1.1),
         },
     ),
