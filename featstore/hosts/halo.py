@@ -30,10 +30,11 @@ def halo_ids_of(table: Table) -> NDArray[np.int64]:
 
 
 def halo_count_of(table: Table) -> int:
-    """How many nodes that are, without reading them; where several graphs lead from them at most so many."""
+    """How many nodes that are; they are not read where one graph alone leads from the table."""
     names = _arrays_of(table)
-    arrays = table.tables_on_disk[0].store.manifest.arrays
-    return min(table.rows, sum(arrays[name].shape[0] for name in names))
+    if len(names) != 1:
+        return len(halo_ids_of(table))
+    return int(table.tables_on_disk[0].store.manifest.arrays[names[0]].shape[0])
 
 
 def _arrays_of(table: Table) -> list[str]:

@@ -43,7 +43,7 @@ from featstore.tiers.static_tier import new_rows
 
 _IN_BUFFER = np.float32(-1)
 _AHEAD = 16  # ids
-_NEVER = 1 << 62  # mini-batches
+_NEVER = 1 << 62  # mini-batches from one replacement to the next: there is none
 
 
 @njit(cache=True, nogil=True)
@@ -146,6 +146,8 @@ class HaloScores:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Go on by a mini-batch with these places and slots. Slots that change hands, and the places in the
         halo of who gets them."""
+        if self.delta == _NEVER:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
         self.step += 1
         decay(self.stay, self.gamma, found)
         if self.step % self.delta:

@@ -32,6 +32,8 @@ def _lead(store: Any, _: int, machines: int, end: float) -> tuple[str, list[int]
         for other in range(1, machines):
             asked = f"{_AT}/asks/{other}"
             if store.check([asked]) and answered.get(other) != (word := store.get(asked)):
+                if time.monotonic() >= end:  # the store stood still, and another may lead now
+                    return False
                 store.set(f"{_AT}/{word.decode()}", name)
                 answered[other] = word
         return not _missing(store, name, machines)

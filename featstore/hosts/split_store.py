@@ -197,13 +197,11 @@ class WholeStore(OpenStore):
         """Read who owns which node, and which have copies here. On others than local rank 0 that waits until
         it is first asked for."""
         tables, place = list(self.tables.values()), self.place
-        self._owners = {
-            t.name: Owners(
-                t.name, read_hosts(self.path, t.name, self._opening_bytes), place.host, place.hosts
-            )
-            for t in tables
-        }
-        for name, owners in self._owners.items():
+        known = dict[str, Owners]()
+        for t in tables:
+            hosts = read_hosts(self.path, t.name, self._opening_bytes)
+            known[t.name] = Owners(t.name, hosts, place.host, place.hosts)
+        for name, owners in known.items():
             if owners.rows != self.part.table(name).rows:
                 raise SourceError(
                     f"table {name!r} of {self.part.path} has {self.part.table(name).rows:,} rows, and its "
@@ -214,6 +212,7 @@ class WholeStore(OpenStore):
             for t in tables
             if self._copies_of(t.name) is not None
         }
+        self._owners = known
 
     @property
     def owners(self) -> dict[str, Owners]:

@@ -120,6 +120,7 @@ class Loader(Shown, LoaderBase):
         self._resumed = False  # a state was loaded since the last iteration
         self._stands = True  # the mode, at the beginning of that epoch
         self._loaded: Mapping[str, Any] | None = None  # a state after which nothing was handed out
+        self._misfit = False  # it was found to be of something else
         _open_loaders.add(self)
 
     # Going through it.
@@ -160,7 +161,8 @@ class Loader(Shown, LoaderBase):
         where that is the first after a state was loaded, with that state."""
         try:
             yield
-        except Exception:
+        except Exception as error:
+            self._misfit = isinstance(error, ArgumentError)
             if self._mode.ahead:
                 self._mode.ahead, self._next = False, self._next - 1
                 self._loaded = loaded if self._next == begun else None
@@ -199,7 +201,7 @@ class Loader(Shown, LoaderBase):
         calls it in each epoch can be resumed as it is."""
         self.check_open()
         epoch = args.as_count(epoch, "epoch", 0)
-        if self._resumed and epoch == self._epoch:
+        if epoch == self._epoch and (self._resumed or (self._loaded is not None and not self._misfit)):
             return
         if self._over:
             self._mode.go_on(epoch, 0)
@@ -259,7 +261,7 @@ class Loader(Shown, LoaderBase):
                 self._begin(epoch, over)
             self._mode.load_state(in_mode)
         self._epoch, self._next, self._over, self._resumed = epoch, after, over, True
-        self._loaded = dict(state)
+        self._loaded, self._misfit = dict(state), False
 
     def _begin(self, epoch: int, over: int) -> tuple[int, int]:
         """Stand in an epoch of which so much is over; see :meth:`featstore.loaders.modes.Mode.go_on`."""
@@ -300,7 +302,8 @@ class Loader(Shown, LoaderBase):
 
     def save_cache(self, name: str = "cache") -> None:
         """Save with the store which rows are in the buffers now, to begin with by ``warm=name``; of mode
-        online. Where ranks share the loader local rank 0 does it, and on others nothing happens."""
+        online; an iteration under way ends. Where ranks share the loader it is for between epochs: local rank
+        0 does it, and on others nothing happens."""
         self.check_open()
         if self.mode != "online":
             raise ArgumentError(f"save_cache is of mode 'online', not of {self.mode!r}")

@@ -139,8 +139,8 @@ class BufferClient:
     :meth:`featstore.SharedBuffer.client`.
 
     It can be pickled and survives a fork. Threads may share a client, but then wait for each other: give each
-    its own. What interrupts a read in its own thread, a signal's handler, may close the client, after which
-    the read raises ClosedError, but not read through it.
+    its own. What interrupts a read in its own thread, a signal's handler, may close the client, which happens
+    when its owner has answered, but not read through it.
     """
 
     def __init__(self, address: str, key: bytes) -> None:
@@ -281,12 +281,13 @@ class BufferClient:
                     connection.say(protocol.RELEASE, self._forgotten[0])
                     self._forgotten.popleft()
                 yield connection
-                self._check_open()
             except BaseException:
                 self._drop()
                 raise
             finally:
                 self._exchanging = False
+                if self._closed:  # meanwhile
+                    self._drop()
 
     def _connect(self) -> Connection:
         self._check_open()

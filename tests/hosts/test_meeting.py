@@ -49,7 +49,7 @@ def test_who_has_not_come_is_named_by_all_and_may_come_later(gone: int) -> None:
     all_meet(store, [0.0] * 3)
     with ThreadPoolExecutor(2) as pool:
         there = [machine for machine in machines if machine != gone]
-        found = list(pool.map(lambda machine: meet(store, machine, 3, 0.3), there))
+        found = list(pool.map(lambda machine: meet(store, machine, 3, 1.5), there))
     assert [missing for _, missing in found] == [[gone]] * 2
     assert len({name for name, missing in all_meet(store, [0.0, 0.05, 0.0]) if not missing}) == 1
 

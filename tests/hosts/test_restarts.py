@@ -38,6 +38,8 @@ def save(folder, number, **state):
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / "new")
     os.replace(folder / "new", folder / f"{number}.pt")
+    for old in sorted(folder.glob("*.pt"), key=lambda one: int(one.stem))[:-2]:
+        old.unlink()
 
 def newest(folder):
     mine = max((int(one.stem) for one in folder.glob("*.pt")), default=-1)

@@ -16,6 +16,7 @@ import pytest
 import featstore
 from featstore.errors import ArgumentError, ClosedError, DeviceError, IdError, SourceError
 from featstore.loaders.divided import GivenShare
+from featstore.loaders.host import service as host_service
 from featstore.loaders.options import MODES
 from featstore.sampling.batches import RankedBatches, SampledBatches, open_sampler
 from featstore.sampling.link_batches import LinkBatches
@@ -225,6 +226,13 @@ def test_a_mini_batch_that_did_not_come_to_the_loop_comes_again(
         monkeypatch.undo()
         loader.load_state_dict(state)
         assert nodes_of(loader) == whole[3:]
+        loader.load_state_dict(state)
+        monkeypatch.setattr(loader._mode, "check", check)
+        with pytest.raises(ConnectionError):
+            next(iter(loader))
+        monkeypatch.undo()
+        loader.set_epoch(0)  # as a loop does that tries the epoch again
+        assert nodes_of(loader) == whole[3:]
 
 
 @pytest.mark.parametrize("mode", ["online", "rolling", "compiled"])
@@ -329,8 +337,12 @@ def test_mini_batches_that_divide_themselves_have_no_rest() -> None:
     assert len(list(share.epoch(2))) == 4
 
 
-def test_ranks_that_share_a_loader_save_what_its_buffers_hold(store: Any, tmp_path: Path) -> None:
+def test_ranks_that_share_a_loader_save_what_its_buffers_hold(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, and begin with it."""
+
+    monkeypatch.setattr(host_service, "_SAVE_SECONDS", 0.1)
 
     def read(rank: int, warm: str | None) -> int:
         own = featstore.open(store.path)
@@ -338,8 +350,11 @@ def test_ranks_that_share_a_loader_save_what_its_buffers_hold(store: Any, tmp_pa
         with own.loader(
             rank=rank, world_size=2, mode="online", shared=line, warm=warm, policy="lru", **SAMPLED
         ) as loader:
-            for batch in loader:
+            for number, batch in enumerate(loader):
                 np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+                if rank == number == 0:
+                    with pytest.raises(ArgumentError, match="for between epochs"):
+                        loader.save_cache("within")
             loader.save_cache("shared")
             return loader.report().buffers["features"].misses
 

@@ -109,6 +109,9 @@ def test_it_goes_on_where_it_was(store: Any, fresh: Any, epoch: int) -> None:
                 loader.load_state_dict(state | {"at": at | {"in_mode": in_mode | wrong}})
         with pytest.raises(ArgumentError, match="next of the state"):
             loader.load_state_dict(state | {"next": STEPS + 1})
+        before = {name: value for name, value in in_mode["of"].items() if name != "epochs"}
+        loader.load_state_dict(state | {"at": at | {"in_mode": in_mode | {"of": before}}})  # as they were
+        assert drawn(loader) == fresh[epoch % RECORDED][2:]
 
 
 def test_an_epoch_that_is_broken_off(store: Any, fresh: Any) -> None:

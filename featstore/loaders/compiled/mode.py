@@ -197,7 +197,7 @@ class CompiledMode(Mode):
             because = "with shuffle=True mini-batches of other ranks or sizes are in another order"
         elif (
             over
-            and of
+            and "epochs" in of
             and epoch % as_count(of.get("epochs"), "epochs of the state") != epoch % self._recorded
         ):
             because = f"epoch {epoch} repeats another of the recorded epochs than there"
@@ -213,8 +213,13 @@ class CompiledMode(Mode):
         return state_of(self._identity, self._epoch, self._after)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        epoch, after, _ = position_of(state, self._identity)
+        epoch, after, _ = position_of(self._told(state), self._identity)
         self._seek(epoch, as_count(after, "next of the state", 0, self._length(epoch)))
+
+    def _told(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state from when they did not say how many epochs were recorded, which the trace tells."""
+        of = state.get("of")
+        return {**state, "of": {"epochs": self._recorded, **of}} if isinstance(of, Mapping) else state
 
     @property
     def _identity(self) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from featstore.base.logs import LOG
 from featstore.base.passed_errors import encode_error
@@ -26,56 +25,16 @@ from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreE
 from featstore.loaders.batch import Batch, attached_to
 from featstore.loaders.host.line import Line, Meeting, heard_from
 from featstore.loaders.host.place import Place, introduced
+from featstore.loaders.host.rank import Begin, Rank
 from featstore.loaders.host.slots import PER_RANK, Slots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
 
 _Got = TypeVar("_Got")
+_SAVE_SECONDS = 10.0  # for ranks that have had their last mini-batch to say so
+_LOOK_SECONDS = 0.005
 
 _WHO = "local rank 0, which reads for the ranks of this host"
-
-
-class Begin(NamedTuple):
-    """A rank's wish: an epoch, from its mini-batch ``step`` on, as the mode counts them; ``at``: its state
-    there, None at an epoch's begin. ``run``: the number that the rank gives it; ``next``: of the first
-    mini-batch, as the loop counts, which has had ``handed`` of all epochs."""
-
-    run: int
-    epoch: int
-    step: int
-    at: Mapping[str, Any] | None
-    next: int
-    handed: int
-
-
-@dataclass
-class _Rank:
-    """A rank of this host, as the owner knows it."""
-
-    number: int
-    line: Line
-    free: list[int]  # slots
-    held: dict[int, int] = field(default_factory=dict)  # slots by numbers of mini-batches
-    kept: dict[int, int] = field(default_factory=dict)
-    sent: int = 0
-    begun: Begin | None = None  # and the epoch has not
-    active: Begin | None = None  # in the epoch under way
-    closed: bool = False
-    heard: float = field(default_factory=time.monotonic)
-
-    def begin(self) -> None:
-        """The epoch that it has begun is under way."""
-        self.active, self.begun = self.begun, None
-
-    def end(self, kind: str, *what: Any) -> None:
-        """Its epoch is over."""
-        if self.active is not None:
-            self.line.say(kind, self.active.run, *what)
-        self.active = None
-
-    def leave(self) -> None:
-        """It is gone."""
-        self.closed, self.active, self.begun = True, None, None
 
 
 def _nothing() -> Generator[Batch]:
@@ -117,7 +76,7 @@ class HostService:
             ranks, lines = introduced(lines, rank, options, place)
             self._slots = Slots(memory_bytes, place.ranks)
             self._ranks = [
-                _Rank(number, line, [self._slots.take() for _ in range(PER_RANK)])
+                Rank(number, line, [self._slots.take() for _ in range(PER_RANK)])
                 for number, line in enumerate([own, *lines])
             ]
         except BaseException as error:
@@ -138,9 +97,17 @@ class HostService:
             raise
 
     def save_cache(self, name: str) -> None:
-        """Save which rows the buffers hold."""
-        with self._lock:
-            self._mode.save_cache(name)
+        """Save which rows the buffers hold, once no rank is in an epoch, which that would end. Raises
+        ArgumentError where one stays in it."""
+        end = time.monotonic() + _SAVE_SECONDS
+        while any(one.active is not None for one in self._ranks):
+            if time.monotonic() > end:
+                raise ArgumentError(
+                    "save_cache() is for between epochs, and a rank that shares this loader is in one: go "
+                    "through it to its end, or break it off, on all of them"
+                )
+            time.sleep(_LOOK_SECONDS)
+        self._mode.save_cache(name)
 
     @property
     def _mode(self) -> Mode:
@@ -195,7 +162,7 @@ class HostService:
             self._changed.wait()
         return None
 
-    def _problem_of(self, waiting: list[_Rank]) -> FeatstoreError | None:
+    def _problem_of(self, waiting: list[Rank]) -> FeatstoreError | None:
         """Why those who wait for their epoch to begin wait in vain."""
         closed = [one.number for one in self._ranks if one.closed]
         if closed and waiting:
@@ -263,7 +230,7 @@ class HostService:
         mode.begin(start.epoch, start.next, handed=start.handed)
         return mode.epoch()
 
-    def _hand(self, one: _Rank, batch: Batch) -> None:
+    def _hand(self, one: Rank, batch: Batch) -> None:
         """Give a rank its next mini-batch when it has a place for it; to one that has broken off, nothing."""
         while True:
             with self._lock:
@@ -324,7 +291,7 @@ class HostService:
                 with self._lock:
                     one.leave()
 
-    def _hear_one(self, one: _Rank) -> None:
+    def _hear_one(self, one: Rank) -> None:
         message, _ = one.line.hear()
         one.heard = time.monotonic()
         if message is None:
@@ -343,7 +310,7 @@ class HostService:
             with self._lock:
                 self._heed(one, *message)
 
-    def _heed(self, one: _Rank, kind: str, *what: Any) -> None:
+    def _heed(self, one: Rank, kind: str, *what: Any) -> None:
         """Do as a rank says."""
         if kind == "begin":
             one.begun, one.active = Begin(*what), None
