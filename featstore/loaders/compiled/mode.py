@@ -218,7 +218,7 @@ class CompiledMode(Mode):
 
     def _told(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state from when they did not say how many epochs were recorded, which the trace tells."""
-        of = state.get("of")
+        of = state.get("of") if isinstance(state, Mapping) else None
         return {**state, "of": {"epochs": self._recorded, **of}} if isinstance(of, Mapping) else state
 
     @property
