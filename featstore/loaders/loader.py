@@ -26,7 +26,6 @@ from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
-from featstore.loaders.divided import GivenShare
 from featstore.loaders.host.links import LinksOfRanks
 from featstore.loaders.host.mode import HostMode
 from featstore.loaders.making import Making
@@ -252,9 +251,7 @@ class Loader(Shown, LoaderBase):
         if not after and in_mode is None:
             after, over = self._begin(epoch, over)
         elif not alike:
-            share = self._mode.share
-            if isinstance(share, GivenShare):
-                share.check_within(over + (after - 1) * step)
+            self._mode.check_within(over + (after - 1) * step)
             after, over = self._mode.go_on(epoch, over + after * step, in_mode)
         else:
             if over or self._over:

@@ -82,6 +82,11 @@ class Mode:
         """Seeds, or mini-batches that were given, of all ranks together that a step goes on by."""
         return 0 if self.share is None else self.share.per_step
 
+    def check_within(self, last: int) -> None:
+        """Raise ArgumentError where a mini-batch of that number, of all ranks, is known not to be there."""
+        if isinstance(self.share, GivenShare):  # seeds are the same as those of the state
+            self.share.check_within(last)
+
     def go_on(self, epoch: int, over: int, was: Mapping[str, Any] | None = None) -> tuple[int, int]:
         """Stand in this epoch where another number of ranks has had the first ``over`` of the seeds (or
         mini-batches) that are divided; ``was``: the mode's own state of one of them. Returns mini-batches of

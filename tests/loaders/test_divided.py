@@ -196,6 +196,12 @@ def test_what_is_compiled_goes_on_in_the_same_order_alone(
             with pytest.raises(ArgumentError, match=rf"{says}.*set_epoch\(2\)"):
                 loader.load_state_dict(state)
             return
+        in_mode = state["at"]["in_mode"]
+        of = {name: value for name, value in in_mode["of"].items() if name != "epochs"}
+        with pytest.raises(
+            ArgumentError, match=r"does not say how many epochs were recorded.*set_epoch\(2\)"
+        ):
+            loader.load_state_dict(state | {"at": state["at"] | {"in_mode": in_mode | {"of": of}}})
         loader.load_state_dict(state)
         assert set(seeds_of(seen)) | set(seeds_of(list(loader))) == set(TRAIN.tolist())
 

@@ -195,11 +195,9 @@ class CompiledMode(Mode):
             )
         elif over and not {of.get("shuffle"), self._identity["shuffle"]} <= {None, "none"}:
             because = "with shuffle=True mini-batches of other ranks or sizes are in another order"
-        elif (
-            over
-            and "epochs" in of
-            and epoch % as_count(of.get("epochs"), "epochs of the state") != epoch % self._recorded
-        ):
+        elif over and "epochs" not in of:
+            because = "it does not say how many epochs were recorded, as those of before"
+        elif over and epoch % as_count(of["epochs"], "epochs of the state") != epoch % self._recorded:
             because = f"epoch {epoch} repeats another of the recorded epochs than there"
         if because:
             raise ArgumentError(
