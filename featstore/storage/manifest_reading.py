@@ -25,6 +25,7 @@ from featstore.storage.manifest import (
     NOT_JSON,
     PROVENANCE_BYTES_MAX,
     READER_FEATURES,
+    TOPOLOGY,
     FileEntry,
     Manifest,
 )
@@ -61,6 +62,11 @@ def _what_is_there(store: Path) -> str:
         return (
             f"{store} holds an unfinished pack and no committed store; run the same `featstore pack` "
             "again with --resume, or with --overwrite to start anew"
+        )
+    if is_there(store / TOPOLOGY / MANIFEST_NAME):
+        return (
+            f"{store} holds the parts of a split store, and is none itself: give one of them, {TOPOLOGY} or "
+            "host-N (to train: open_split)"
         )
     return f"{store} is not a featstore store: it has no {MANIFEST_NAME}"
 

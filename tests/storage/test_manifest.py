@@ -528,6 +528,11 @@ def test_places_without_a_store(tmp_path: Path, own: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(IncompleteStoreError, match=why):
             featstore.open(path)
+    (tmp_path / "parts").mkdir()
+    own.rename(tmp_path / "parts" / "topology")
+    with pytest.raises(IncompleteStoreError, match="holds the parts of a split store"):
+        featstore.open(tmp_path / "parts")
+    (tmp_path / "parts" / "topology").rename(own)
     (own / MANIFEST_NAME).unlink()
     with pytest.raises(IncompleteStoreError, match="--resume"):
         featstore.open(own)
