@@ -122,8 +122,9 @@ MUCH_ALIKE = {
 }  # fmt: skip
 
 
-#: Tests that take seconds, by file and name, the longest first: where all tests are run, every fifth one is
-#: in one hour, and the others in the four after it.
+#: Tests that take seconds, by file and name, the longest first: where all tests are run, each has its turn
+#: once in so many hours.
+TURNS = 7
 LONG_TESTS = Path(__file__).with_name("long_tests.txt").read_text().split()
 
 
@@ -148,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             another_hour = pytest.mark.skip(
                 reason="long, and of another hour's run: --thorough, or name its file"
             )
-            left = {name for place, name in enumerate(LONG_TESTS) if place % 5 != TURN % 5}
+            left = {name for place, name in enumerate(LONG_TESTS) if place % TURNS != TURN % TURNS}
             for item in items:
                 if name_of(item) in left:
                     item.add_marker(another_hour)
@@ -189,7 +190,7 @@ def some_of(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
             found.append(most := max(order, key=lambda item: len(values[item] & left)))
             left -= values[most]
     if getattr(cases[0], "originalname", None) in MUCH_ALIKE and len(found) > 1:
-        half = TURN // 5 % 2  # what takes long has its turn every fifth hour
+        half = TURN // TURNS % 2
         found = [item for number, item in enumerate(found) if number % 2 == half]
     return found
 

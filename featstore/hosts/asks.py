@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -57,6 +58,10 @@ class Ask(ABC):
     def rows(self) -> int:
         """Rows, or lists, that are asked for."""
 
+    def take_along(self, other: Ask, body_bytes: int, ids_max: int) -> bool:
+        """Whether another one, which waits for the same host, goes in the same message."""
+        return False
+
     @abstractmethod
     def message(self) -> NDArray[np.uint8]:
         """What is sent, but for the header."""
@@ -95,45 +100,74 @@ class Ask(ABC):
 
 
 class RowsAsk(Ask):
-    """Rows of one host, at most one part of each table."""
+    """Rows of one host, at most one part of each table. Others that wait for the same host may go in its
+    message."""
 
     kind = Kind.ASK
 
     def __init__(self, request: Request, parts: Sequence[AskPart], tables: int) -> None:
+        self.parts, self._tables = sorted(parts, key=lambda part: part.table), tables
+        self._all = [self]  # in the message
+        self._begins: list[int] = []  # of each part's rows in the answer, once the message is made
+        self._answer_bytes = 0
         super().__init__(request)
-        self.parts, self._tables = parts, tables
 
     @property
     def body_bytes(self) -> int:
-        """Of the answer."""
-        return sum(part.body_bytes for part in self.parts)
+        """Of the answer, at most."""
+        return sum(part.body_bytes for ask in self._all for part in ask.parts)
 
     @property
     def rows(self) -> int:
-        return sum(len(part.ids) for part in self.parts)
+        return sum(len(part.ids) for ask in self._all for part in ask.parts)
+
+    def take_along(self, other: Ask, body_bytes: int, ids_max: int) -> bool:
+        """Whether another one goes in this one's message, and an answer has so many bytes and rows."""
+        if not isinstance(other, RowsAsk) or self.body_bytes + other.body_bytes > body_bytes:
+            return False
+        if self.rows + other.rows > ids_max:
+            return False
+        self._all.append(other)
+        return True
 
     def message(self) -> NDArray[np.uint8]:
         """The number of ids of each table, and the ids."""
         raw = message(8 * (self._tables + self.rows))
         numbers = raw[HEADER_BYTES:].view(np.int64)
-        end = self._tables
-        for part in sorted(self.parts, key=lambda part: part.table):
-            numbers[part.table] = len(part.ids)
-            numbers[end : end + len(part.ids)] = part.ids
-            end += len(part.ids)
+        end, begin = self._tables, 0
+        parts = sorted(((p, ask) for ask in self._all for p in ask.parts), key=lambda one: one[0].table)
+        for table, of_table in groupby(parts, key=lambda one: one[0].table):
+            for part, ask in of_table:
+                numbers[table] += len(part.ids)
+                numbers[end : end + len(part.ids)] = part.ids
+                end += len(part.ids)
+                ask._begins.append(begin)
+                begin += len(part.ids) * part.row_bytes
+            begin = padded(begin)
+        self._answer_bytes = begin
         return raw
 
     def wrong(self, body: NDArray[np.uint8]) -> str:
-        if len(body) == self.body_bytes:
+        if len(body) == self._answer_bytes:
             return ""
-        return f"has answered {len(body):,} bytes where {self.body_bytes:,} were asked for"
+        return f"has answered {len(body):,} bytes where {self._answer_bytes:,} were asked for"
+
+    def fill(self, body: NDArray[np.uint8]) -> None:
+        for ask in self._all:
+            super(RowsAsk, ask).fill(body)
+
+    def end(self, error: BaseException | None) -> None:
+        for ask in self._all:
+            super(RowsAsk, ask).end(error)
+
+    def cancel(self) -> None:
+        super().end(None)  # those that go with it are wanted
 
     def _put(self, body: NDArray[np.uint8]) -> None:
-        begin = int(body.ctypes.data)
-        for part in sorted(self.parts, key=lambda part: part.table):
+        for part, begin in zip(self.parts, self._begins, strict=True):
             if len(part.ids):
-                move_rows(begin, np.empty(0, np.int32), part.address, part.at, part.row_bytes)
-            begin += part.body_bytes
+                first = int(body.ctypes.data) + begin
+                move_rows(first, np.empty(0, np.int32), part.address, part.at, part.row_bytes)
 
 
 class AnswerPlace:

@@ -115,6 +115,7 @@ class HostLine:
         self.bye_sent = self.bye_heard = self.last = False
         self._serving = False  # by the thread that receives, which then hears of nobody
         self._wake = Wake()
+        self._largest = exchange.body_bytes, exchange.ids_max
         self._places = [AnswerPlace(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
         self._free_places = threading.Semaphore(PLACES)
         # one more, so that they can come while another is looked at
@@ -201,6 +202,8 @@ class HostLine:
                 ask = self._asks.popleft()
                 if ask.over:
                     continue
+                while self._asks and (self._asks[0].over or ask.take_along(self._asks[0], *self._largest)):
+                    self._asks.popleft()
                 self._numbers += 1
                 self.sent[self._numbers] = ask
                 ask.sent_at = time.monotonic()

@@ -37,7 +37,7 @@ from featstore.errors import (
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import Ask, RowsAsk
 from featstore.hosts.exchange import Exchange
-from featstore.hosts.line import HostLine
+from featstore.hosts.line import PLACES, HostLine
 from featstore.hosts.loaders import LoadersOfHosts
 from featstore.hosts.owners import Owners
 from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
@@ -167,6 +167,108 @@ def test_all_tables_of_a_request_cross_in_one_message(
         assert wires.sent[0, 1] - before == 1
         for name, rows in out.items():
             np.testing.assert_array_equal(rows, arrays[name][:30])
+
+
+@contextmanager
+def busy(made: list[Host]) -> Iterator[list[Any]]:
+    """Host 1 reads nothing until the end of this; host 0 has asked for as much as may be under way."""
+    made[1].local.held = True
+    others = np.flatnonzero(~made[0].owners["float32"].mine(np.arange(ROWS)))
+    first, line = [], made[0].exchange.lines[1]
+    for number in range(PLACES):  # one after the other: what waits goes together
+        first.append(made[0].source.submit({"float32": others[number : number + 1]}, out=None))
+        while len(line.sent) <= number:
+            time.sleep(0.005)
+    try:
+        yield first
+    finally:
+        made[1].local.held = False
+        made[1].local.let_go()
+
+
+TOGETHER = ("float32", "uint8", "bfloat16", "records")
+
+
+def test_what_waits_for_a_host_goes_in_one_message(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    """Also of the same table, of requests that ask for several, and into memory of their own."""
+    rng = np.random.default_rng(5)
+    with hosts(store, arrays, 2, tables=TOGETHER) as (made, wires):
+        with busy(made) as first:
+            before, asked = wires.sent[0, 1], list[tuple[Any, Any, np.ndarray]]()
+            for number in range(12):
+                names = TOGETHER[number % 3 :][:2]
+                ids = {name: rng.integers(0, len(arrays[name]), 3 + number) for name in names}
+                rows = {name: np.empty_like(arrays[name][:30]) for name in names}
+                at = rng.permutation(30)[: 3 + number]
+                made_of = made[0].source.submit(ids, out=rows, at=dict.fromkeys(names, at))
+                asked.append((made_of, ids, at))
+            gone = made[0].source.submit({"uint8": np.arange(40)}, out=None)
+            gone.cancel()
+            assert wires.sent[0, 1] == before
+        for request in first:
+            request.result(SECONDS)
+        for request, ids, at in asked:
+            for name, rows in request.result(SECONDS).items():
+                np.testing.assert_array_equal(rows[at], arrays[name][ids[name]])
+        assert wires.sent[0, 1] == before + 1
+        assert gone.cancelled()
+
+
+def test_messages_stay_as_large_as_agreed(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
+    body_bytes = 4096  # some 50 rows
+    with hosts(store, arrays, 2, body_bytes=body_bytes) as (made, wires):
+        ids = np.random.default_rng(1).integers(0, ROWS, (40, 20))
+        with busy(made):
+            before = wires.sent[0, 1]
+            asked = [made[0].source.submit({"float32": one}, out=None) for one in ids]
+        for request, one in zip(asked, ids, strict=True):
+            rows = request.result(SECONDS)["float32"]
+            np.testing.assert_array_equal(rows, arrays["float32"][one])
+        assert 40 * 10 * 80 / body_bytes <= wires.sent[0, 1] - before < 20
+
+
+def test_one_of_a_message_that_is_not_wanted_any_more_leaves_the_others_theirs(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    with hosts(store, arrays, 2, tables=("float32", "uint8")) as (made, _):
+        line = made[0].exchange.lines[1]
+        with busy(made) as first:
+            rows = [np.full((ROWS, 20), 7, np.float32) for _ in range(3)]
+            asked = [made[0].peers.submit(_others(made[0], 9), out={"float32": one}) for one in rows]
+            made[1].local.let_go()
+            for request in first:
+                request.result(SECONDS)
+            while line._asks or len(line.sent) != 1:
+                time.sleep(0.005)
+            assert asked[0].cancel()  # which the message is of
+            assert asked[0].cancelled()
+        asked[1].result(SECONDS)
+        asked[2].result(SECONDS)
+        np.testing.assert_array_equal(rows[1][:9], arrays["float32"][_others(made[0], 9)["float32"]])
+        np.testing.assert_array_equal(rows[1], rows[2])
+        assert (rows[0] == 7).all()
+
+
+def _others(host: Host, count: int) -> dict[str, np.ndarray]:
+    return {"float32": np.flatnonzero(~host.owners["float32"].mine(np.arange(ROWS)))[:count]}
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_error_is_told_to_all_of_a_message(
+    store: featstore.Store, arrays: dict[str, np.ndarray], gone: bool
+) -> None:
+    with hosts(store, arrays, 2) as (made, wires):
+        with busy(made):
+            asked = [made[0].source.submit({"float32": np.arange(ROWS)}, out=None) for _ in range(5)]
+            if gone:
+                wires.kill(1)
+            else:
+                made[1].local.error = CorruptionError("/there", 0, "checksum", "another")
+        kind = PeerError if gone else CorruptionError
+        assert [type(request.exception(SECONDS)) for request in asked] == [kind] * 5
+        made[1].local.error = None
 
 
 def test_nothing_is_written_after_a_cancelled_request_is_done(

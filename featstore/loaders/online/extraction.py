@@ -28,6 +28,7 @@ from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, table_of
 from featstore.tiers import saved
 from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.bundle import Bundle
 from featstore.tiers.chosen import FIRST_POLICY, Choices, choosing_bytes
 from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE
 from featstore.tiers.tickets import Ticket
@@ -116,6 +117,7 @@ class Extraction:
                 self.store, tables=list(shares.slots), memory=shares.memory["reader"], static=None,
                 static_memory=0, halo=self._halo, **self._reader_options,
             )  # fmt: skip
+            self._bundle = Bundle(self._reader)
             for name, count in shares.slots.items():
                 self.buffers[name] = self._buffer(name, count, asked.expected(name))
             self._open_devices()
@@ -181,14 +183,13 @@ class Extraction:
                 )
 
     def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
-        assert self._reader is not None
         static = (
             static_ids(self.store, self._static, self._kept, table, slots - BESIDE_KEPT * batch_rows)
             if self.policy == "static" and slots < self.store.tables[table].rows
             else None
         )
         first, others = self._first_policy(), CANDIDATES if self.policy == "auto" else ()
-        buffer = FeatureBuffer(self._reader, table, slots=slots, policy=first, policies=others, static=static)
+        buffer = FeatureBuffer(self._bundle, table, slots=slots, policy=first, policies=others, static=static)
         if "choosing a policy" in self._memory:
             tables = [self.store.tables[name] for name in self._asked.rows]
             self._choices.add(table, buffer, choosing_bytes(tables, self.memory_bytes)[table])
@@ -199,7 +200,7 @@ class Extraction:
 
     def begin(self, ids: Ids, under_way: Sequence[Ids]) -> Tickets | None:
         """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has
-        to wait for these."""
+        to wait for these. What is missing is asked for at once."""
         _check_types(ids)
         if under_way:
             for node_type, one in ids.items():
@@ -209,18 +210,17 @@ class Extraction:
                     return None
         tickets: dict[str, Ticket | DeviceTicket] = {}
         try:
-            for node_type, one in ids.items():
-                table = self.table_of[node_type]
-                begun = (self.on_devices.get(table) or self.buffers[table]).begin(one)
-                if begun is None:
-                    break
-                tickets[table] = begun
+            with self._bundle.together():
+                for node_type, one in ids.items():
+                    table = self.table_of[node_type]
+                    begun = (self.on_devices.get(table) or self.buffers[table]).begin(one)
+                    if begun is None:
+                        self._cancel(tickets)
+                        return None
+                    tickets[table] = begun
         except BaseException:
             self._cancel(tickets)
             raise
-        if len(tickets) < len(ids):
-            self._cancel(tickets)
-            return None
         for table, ticket in tickets.items():
             self._observe(table, ticket)
         return tickets

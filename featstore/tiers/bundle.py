@@ -1,0 +1,124 @@
+"""What is asked for at once goes on as one request: rows of all tables of a mini-batch, of which each has a
+buffer that asks for its own. So another host is asked in one message, and reads of the disk are planned
+together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from featstore.engine.request import Request
+from featstore.errors import CancelledError
+from featstore.tiers import RowSource
+from featstore.tiers.over import OverSource
+
+
+class _Asked(NamedTuple):
+    """Of one who asks."""
+
+    request: Request
+    ids: Mapping[str, Any]
+    out: Mapping[str, Any]
+    at: Mapping[str, Any]
+
+
+class _Share:
+    """A part of the request ``below``. ``left`` [1]: of how many it is still wanted."""
+
+    def __init__(self, below: Request, left: list[int], lock: threading.Lock) -> None:
+        self._below, self._left, self._lock, self._wanted = below, left, lock, True
+
+    def cancel(self) -> None:
+        """The last one who does not want it any more stops it."""
+        with self._lock:
+            self._left[0] -= self._wanted
+            self._wanted = False
+            last = not self._left[0]
+        if last:
+            self._below.cancel()
+
+
+class Bundle(OverSource):
+    """Gives the rows of ``below``. What is asked for within :meth:`together`, of one table after the other,
+    is one request there. It belongs to one process."""
+
+    name = "bundle"
+
+    def __init__(self, below: RowSource) -> None:
+        super().__init__(below)
+        self._lock = threading.Lock()
+        self._held: list[_Asked] | None = None  # within together()
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        self.check_open()
+        with self._lock:
+            held = self._held
+            new = held is not None and not any(one.ids.keys() & ids.keys() for one in held)
+            if held is not None and new and out is not None and at is not None:
+                request = Request(lambda: out)
+                held.append(_Asked(request, ids, out, at))
+                return request
+        return self._below.submit(ids, out=out, at=at)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is asked for in here with ``out`` and ``at`` is asked of ``below`` at the end, and cancelled
+        where this ends with an error: nobody may wait for it in here. One thread at a time. Raises what
+        ``below`` raises, with which all that was asked for then fails."""
+        with self._lock:
+            self._held = []
+        try:
+            yield
+        except BaseException:
+            for one in self._taken():
+                one.request.answer(CancelledError("what it was asked for together with has failed"))
+            raise
+        self._pass_on(self._taken())
+
+    def _taken(self) -> list[_Asked]:
+        with self._lock:
+            held, self._held = self._held or [], None
+        return held
+
+    def _pass_on(self, held: list[_Asked]) -> None:
+        wanted = []
+        for one in held:
+            one.request.begin()
+            if one.request.stopped():
+                one.request.close_piece(None, None)
+            else:
+                wanted.append(one)
+        if not wanted:
+            return
+        try:
+            below = self._below.submit(
+                {name: ids for one in wanted for name, ids in one.ids.items()},
+                out={name: rows for one in wanted for name, rows in one.out.items()},
+                at={name: places for one in wanted for name, places in one.at.items()},
+            )
+        except BaseException as error:
+            for one in wanted:
+                one.request.close_piece(None, error)
+            raise
+        left = [len(wanted)]
+        for one in wanted:
+            share = _Share(below, left, self._lock)
+            one.request.open_piece(share)
+            below.add_done_callback(partial(_ended, one.request, share))
+            one.request.close_piece(None, None)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"<Bundle over {self._below!r}>"
+
+
+def _ended(request: Request, share: _Share, below: Any) -> None:
+    request.close_piece(share, below.exception())
