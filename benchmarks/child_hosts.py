@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import ROOT  # noqa: F401  (makes featstore importable)
+from hosts_in_loop import InLoop
 from sage import Sage
 
 import featstore
@@ -252,7 +253,9 @@ def train(said: dict[str, Any], wires: list[SlowWire]) -> dict[str, Any]:
         featstore.open_split(
             said["parts"], memory=said["serving"], timeout_seconds=120, engine="mmap"
         ) as store,
-        store.loader(
+        InLoop(store, said["fanouts"], said["batch"], said["memory"])
+        if said["in_loop"]
+        else store.loader(
             seeds="train", fanouts=said["fanouts"], batch_size=said["batch"], memory=said["memory"],
             halo=halo, policy="fifo", attach="label", tensors=True, seed=0, engine="mmap", **shared,
         ) as loader,

@@ -18,7 +18,8 @@ MassiveGNN has a buffer for each, of half the size. In MassiveGNN's way a rank a
 share a loader ask for a row once a step.
 
 *Training.* The same, run: GraphSAGE with DistributedDataParallel, whose gradients no sender slows down. Rows
-of other hosts come beside the training; "waits" is how long the loop had no mini-batch. The model takes so
+of other hosts come beside the training, or in the loop, when it comes to the mini-batch, which is DistDGL's
+way; and from copies of the halo. "waits" is how long the loop had no mini-batch. The model takes so
 long on one core that a gigabit a second is not what binds; a tenth of it stands for a model that is ten times
 as fast. ``--training`` does this alone, the exchange, and the costs of an id: where each host has cores of
 its own, as hosts do.
@@ -49,7 +50,7 @@ from hosts_kept import (
     record,
     seconds_of_ahead,
 )
-from hosts_training import SHARE, run_hosts, train_all
+from hosts_training import EPOCHS, SHARE, run_hosts, train_all, train_with_copies
 
 import featstore
 from featstore.hosts.massivegnn import HaloScores
@@ -57,7 +58,6 @@ from featstore.hosts.owners import Owners
 
 EXCHANGED = 10_000  # rows
 _WIRE = 125e6  # bytes a second: 1 Gbit/s
-_TRAINED_EPOCHS = 3
 
 
 def lookup_nanoseconds(one: Recorded, narrow: featstore.Store, rounds: int = 5) -> dict[str, float]:
@@ -123,7 +123,7 @@ def main(settings: Settings, graph: Path | None, shaped: bool, only_training: bo
         "hosts" + "".join(name for name, given in named if given),
         "Several hosts" + (", a namespace each" if shaped else "") + (f": {graph.stem}" if graph else ""),
         {"nodes": nodes, "edges": 12 * nodes, "row_bytes": 4 * COLUMNS, "fanouts": FANOUTS, "batch": batch,
-         "recorded_epochs": epochs, "trained_epochs": _TRAINED_EPOCHS, "namespaces": shaped}
+         "recorded_epochs": epochs, "trained_epochs": EPOCHS, "namespaces": shaped}
         | ({"machine_cores": os.cpu_count()} if only_training else {}),
         workspace,
     )  # fmt: skip
@@ -144,11 +144,12 @@ def main(settings: Settings, graph: Path | None, shaped: bool, only_training: bo
                 found[(*key, share)] = one
                 shares = f"{one.share('best'):.3f} {one.share('ahead'):.3f}"
                 note(f"{hosts} hosts, {ranks} ranks, {share}: {shares}")
-        short[key] = record(store, splits[hosts], hosts, ranks, batch // ranks, _TRAINED_EPOCHS)
+        short[key] = record(store, splits[hosts], hosts, ranks, batch // ranks, EPOCHS)
         best[key] = kept(short[key], store, SHARE)
     if not only_training:
         _kept_tables(report, found)
     train_all(report, settings, splits, short, best, nodes, batch, shaped)
+    train_with_copies(report, settings, store, splits[2], batch, shaped)
     _exchange(report, workspace, splits[2], quick)
     if shaped:
         _exchange_over_wire(report, workspace, splits[2], quick)
@@ -195,7 +196,7 @@ def _kept_tables(report: Report, found: dict[tuple[int, int, float], Kept]) -> N
     report.notes.append(
         f"In {idle} of {len(found)} cells the best of MassiveGNN's grid is one that never evicts within "
         f"these mini-batches ({steps} a rank of two hosts): it asks for what no eviction asks for. What "
-        f"trains ({_TRAINED_EPOCHS} epochs) has the best of the grid for as many mini-batches."
+        f"trains ({EPOCHS} epochs) has the best of the grid for as many mini-batches."
     )
     for ranks in (1, 2):
         of = [k.share("ahead") / k.share("best") for (_, r, _), k in found.items() if r == ranks]
