@@ -84,9 +84,9 @@ def run_hosts(
 
 def _run(
     workspace: Path, parts: Path, inside: list[list[str]], environment: dict[str, str], ranks: int = 1,
-    **said: Any,
+    child: str = "child_hosts.py", **said: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """``ranks`` processes for each of the words that come before their command."""
+    """``ranks`` processes, of the script ``child``, for each of the words that come before their command."""
     running, hosts = [], len(inside)
     meeting = workspace / "meeting"
     meeting.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def _run(
             "rank": rank, "hosts": hosts, "ranks": ranks, "parts": str(parts), "meeting": str(meeting),
             "told": str(file),
         }  # fmt: skip
-        command = [*inside[rank // ranks], sys.executable, str(HERE / "child_hosts.py"), json.dumps(asked)]
+        command = [*inside[rank // ranks], sys.executable, str(HERE / child), json.dumps(asked)]
         running.append(
             subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, cwd=HERE)
         )

@@ -125,6 +125,11 @@ def with_rows(sample: Any, x: Any) -> Any:
     tensor."""
     import torch
 
+    return of_rows(sample, x[torch.from_numpy(sample.node)])
+
+
+def of_rows(sample: Any, rows: Any) -> Any:
+    """The same, of the rows themselves."""
     from featstore.loaders.batch import Batch
     from featstore.loaders.mega.drawing import LocalSample
 
@@ -132,7 +137,7 @@ def with_rows(sample: Any, x: Any) -> Any:
         sample.node, sample.row, sample.col, sample.num_sampled_nodes[0], sample.num_sampled_nodes,
         sample.num_sampled_edges, {}, None,
     )  # fmt: skip
-    return Batch(0, sample.node, x[torch.from_numpy(sample.node)], local)
+    return Batch(0, sample.node, rows, local)
 
 
 class Memory:
@@ -219,14 +224,20 @@ def check(batch: Any, data: Data) -> None:
 
 
 def train(
-    kind: str, plan: Plan, data: Data, epochs: Iterator[tuple[int, Iterator[Any]]], whole: Any, seed: int
-) -> dict[str, Any]:
-    """Train; what the best validation gave, and how it went."""
+    kind: str, plan: Plan, data: Data, epochs: Iterator[tuple[int, Iterator[Any]]], whole: Any, seed: int,
+    hosts: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Train; what the best validation gave, and how it went. ``hosts``: processes of ``torch.distributed``,
+    each with its own mini-batches, between which gradients are averaged."""
     import torch
     from mega_models import Edges, Net
 
     torch.manual_seed(seed)
     net = Net(kind, data.x.shape[1], plan.width, int(data.labels.max()) + 1)
+    model: torch.nn.Module = net
+    if hosts > 1:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        torch.manual_seed(seed * hosts + torch.distributed.get_rank())  # each drops out what it will
     optimiser = torch.optim.Adam(net.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay)
     x, labels = torch.from_numpy(data.x), torch.from_numpy(data.labels)
     val, test = torch.from_numpy(data.val), torch.from_numpy(data.test)
@@ -254,10 +265,10 @@ def train(
             left = 1 - seen / (plan.rounds * len(data.train))  # the learning rate falls linearly, as is usual
             optimiser.param_groups[0]["lr"] = plan.learning_rate * max(0.01, left)
             optimiser.zero_grad()
-            found = net(batch.x, hops)
+            found = model(batch.x, hops)
             torch.nn.functional.cross_entropy(found, labels[batch.node[: batch.batch_size]]).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-            steps, seen = steps + 1, seen + batch.batch_size
+            steps, seen = steps + 1, seen + hosts * batch.batch_size
         passed += passes
         if passed % EVERY == 0:
             right = whole.classes(net, x) == labels

@@ -42,7 +42,7 @@ NAMES = (
     "tune",
 )
 #: On real graphs, with labels, of a folder that each of them describes.
-ON_GRAPHS = ("hit_rates", "order_accuracy", "mega_accuracy", "replay_accuracy", "pyg")
+ON_GRAPHS = ("hit_rates", "order_accuracy", "hosts_accuracy", "mega_accuracy", "replay_accuracy", "pyg")
 
 
 @click.command()
