@@ -21,8 +21,8 @@ share a loader ask for a row once a step.
 of other hosts come beside the training, or in the loop, when it comes to the mini-batch, which is DistDGL's
 way; and from copies of the halo. "waits" is how long the loop had no mini-batch. The model takes so
 long on one core that a gigabit a second is not what binds; a tenth of it stands for a model that is ten times
-as fast. ``--training`` does this alone, the exchange, and the costs of an id: where each host has cores of
-its own, as hosts do.
+as fast, a fortieth for one of forty times. ``--training`` does this alone, the exchange, and the costs of an
+id: where each host has cores of its own, as hosts do.
 """
 
 from __future__ import annotations
