@@ -255,7 +255,8 @@ def _remove_generation(
                 disk.rmtree(path, GENERATION if path == generation.directory else SPILL)
             else:
                 disk.unlink(path)
-            if path == generation.journal and not whole:  # durably: nobody resumes what is half gone
+            # Durably: nobody opens, or resumes, what is half gone.
+            if path.name == MANIFEST_NAME or (path == generation.journal and not whole):
                 disk.fsync_dir(path.parent)
         return True
     finally:
