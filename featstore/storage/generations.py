@@ -230,7 +230,7 @@ def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool 
         generation = Generation(store, name)
         if committed is not None and name == committed.generation:
             paths = [store / MANIFEST_NAME, *paths]  # the manifest first: nobody opens what is being removed
-        if not _remove_generation(disk, generation, paths, dry_run=dry_run, force=force, whole=True):
+        if not _remove_generation(disk, generation, paths, dry_run=dry_run, force=force):
             return False
     if not dry_run:
         disk.rmtree(store, STORE)
@@ -239,12 +239,11 @@ def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool 
 
 
 def _remove_generation(
-    disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False, force: bool = False,
-    whole: bool = False,
-) -> bool:  # fmt: skip
+    disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False, force: bool = False
+) -> bool:
     """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept
     while removing, so that no reader slips in: one that waits for it finds the directory gone and looks at
-    the manifest again. Files go first, the journal among them; ``whole``: the store goes, too."""
+    the manifest again. Files go first, the journal among them."""
     held = held_alone(generation.directory, directory=True) if generation.directory in paths else None
     if held is None and generation.directory in paths and not force:
         return False
@@ -256,7 +255,7 @@ def _remove_generation(
             else:
                 disk.unlink(path)
             # Durably: nobody opens, or resumes, what is half gone.
-            if path.name == MANIFEST_NAME or (path == generation.journal and not whole):
+            if path.name == MANIFEST_NAME or path == generation.journal:
                 disk.fsync_dir(path.parent)
         return True
     finally:
