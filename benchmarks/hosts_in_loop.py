@@ -19,7 +19,7 @@ _SAMPLED_AHEAD = 4
 
 class InLoop:
     """What stands for a loader on a host of one rank: its mini-batches, sampled ahead by a thread, whose rows
-    the loop waits for, own ones and others'. Nothing is kept."""
+    the loop waits for, own ones and others'. Nothing is kept; the graph is beside ``memory``."""
 
     def __init__(self, store: featstore.SplitStore, fanouts: list[int], batch: int, memory: int) -> None:
         owners, place = store.owners["features"], store.place
@@ -29,8 +29,9 @@ class InLoop:
             owner=owners.hosts, hosts=owners.count,
         )  # fmt: skip
         self._store, self._labels = store, torch.from_numpy(store.arrays["label"][:])
-        self._reader = store.reader(memory=memory, engine="mmap")
-        self._seconds, self._epoch = {"sample": 0.0, "read wait": 0.0}, 0
+        self._reader = store.reader(memory=memory, engine="mmap", static=None)
+        self._rows = torch.empty(0, *store.table("features").row_shape)  # used again for each mini-batch
+        self._seconds, self._epoch = {"sample": 0.0, "wait": 0.0, "read wait": 0.0}, 0
 
     def __enter__(self) -> InLoop:
         return self
@@ -45,11 +46,15 @@ class InLoop:
         with ThreadPoolExecutor(1) as pool:
             waiting = deque(pool.submit(self._sample, i) for i in range(min(_SAMPLED_AHEAD, count)))
             for index in range(count):
+                begin = time.perf_counter()
                 sample = waiting.popleft().result()
+                self._seconds["wait"] += time.perf_counter() - begin
                 if index + _SAMPLED_AHEAD < count:
                     waiting.append(pool.submit(self._sample, index + _SAMPLED_AHEAD))
                 begin = time.perf_counter()
-                x = self._reader.read(torch.from_numpy(sample.node))
+                if len(sample.node) > len(self._rows):
+                    self._rows = torch.empty(len(sample.node), *self._rows.shape[1:])
+                x = self._reader.read(torch.from_numpy(sample.node), out=self._rows[: len(sample.node)])
                 self._seconds["read wait"] += time.perf_counter() - begin
                 yield SimpleNamespace(
                     x=x, row=sample.row, col=sample.col, num_sampled_nodes=sample.num_sampled_nodes,

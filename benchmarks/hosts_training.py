@@ -280,8 +280,11 @@ def _claims(report: Report, found: dict[Cell, Trained]) -> None:
             for cell, one in found.items()
             if cell.kept == AHEAD and cell.ranks == ranks and cell.net == SLOW
         ]
-        text = f"the same, while they train for {EPOCHS} epochs, {ranks} ranks a host"
-        report.claims.append(Claim(f"{text} (median)", statistics.median(of), 0.75, "<="))
+        text = (
+            f"rows asked of other hosts while {EPOCHS} epochs train, over MassiveGNN at its best, "
+            f"{ranks} ranks a host (median)"
+        )
+        report.claims.append(Claim(text, statistics.median(of), 0.75, "<="))
     for cell, one in found.items():
         if cell.kept != AHEAD:
             continue
@@ -290,11 +293,12 @@ def _claims(report: Report, found: dict[Cell, Trained]) -> None:
         none = dict(same)[NO_BUFFER].seconds
         massive = min(t.seconds for kept, t in same if "MassiveGNN" in kept)
         if cell.ranks == 1:
-            in_loop, binds = dict(same)[IN_LOOP].seconds, cell.net in (SLOW, SLOWEST)
-            text = f"{there}: time of an epoch, over fetching in the loop"
-            bar = (_GAIN, "<=") if binds else ()
-            report.claims.append(Claim(f"{text}: MassiveGNN, at its best", massive / in_loop, *bar))
-            report.claims.append(Claim(f"{text}: looking ahead", one.seconds / in_loop))
+            base = dict(same)[IN_LOOP]
+            slowest = max(base.bounds, key=lambda name: base.bounds[name])
+            bar = (_GAIN, "<=") if slowest == "wire" else ()  # where the network binds
+            text = f"{there}: time of an epoch, over fetching in the loop (slowest: {slowest})"
+            report.claims.append(Claim(f"{text}: MassiveGNN, at its best", massive / base.seconds, *bar))
+            report.claims.append(Claim(f"{text}: looking ahead", one.seconds / base.seconds))
         text = f"{there}: time of an epoch, over no buffer"
         report.claims.append(Claim(f"{text}: MassiveGNN, at its best", massive / none))
         report.claims.append(Claim(f"{text}: looking ahead", one.seconds / none))
@@ -303,6 +307,9 @@ def _claims(report: Report, found: dict[Cell, Trained]) -> None:
         binds = max(one.bounds, key=lambda name: one.bounds[name])
         text = f"{there}, looking ahead: the same, the cores that all hosts share being a stage ({binds})"
         report.claims.append(Claim(text, one.seconds / one.bounds[binds], 1.15, "<="))
+    report.notes.append(
+        f"What is {IN_LOOP} has no stages but sampling, waiting for that, and waiting for rows."
+    )
     report.notes.append(
         "Losses of all contenders, over all networks, are the same to the last bit in every step, on as many "
         "hosts and ranks; that is checked, and fails where it is not so."

@@ -235,7 +235,7 @@ def chained(below: Request, finish: Callable[[], Any]) -> Request:
         request = Request(finish)
         request.begin()
         request.open_piece(below)
-        below.add_done_callback(lambda _: request.close_piece(below, below.exception()))
+        below.add_done_callback(lambda done: request.close_piece(done, done.exception()))
         request.close_piece(None, None)
     except BaseException:
         below.abandon()

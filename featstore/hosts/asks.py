@@ -62,6 +62,10 @@ class Ask(ABC):
         """Whether another one, which waits for the same host, goes in the same message."""
         return False
 
+    def apart(self) -> list[Ask]:
+        """All that have gone in the same message, if there are several: each goes by itself from now on."""
+        return []
+
     @abstractmethod
     def message(self) -> NDArray[np.uint8]:
         """What is sent, but for the header."""
@@ -107,35 +111,46 @@ class RowsAsk(Ask):
 
     def __init__(self, request: Request, parts: Sequence[AskPart], tables: int) -> None:
         self.parts, self._tables = sorted(parts, key=lambda part: part.table), tables
-        self._all = [self]  # in the message
+        self._others: list[RowsAsk] = []  # in the message
+        self._alone = False
+        self._rows, self._bytes = sum(len(p.ids) for p in parts), sum(p.body_bytes for p in parts)  # of all
         self._begins: list[int] = []  # of each part's rows in the answer, once the message is made
         self._answer_bytes = 0
         super().__init__(request)
 
     @property
-    def body_bytes(self) -> int:
-        """Of the answer, at most."""
-        return sum(part.body_bytes for ask in self._all for part in ask.parts)
-
-    @property
     def rows(self) -> int:
-        return sum(len(part.ids) for ask in self._all for part in ask.parts)
+        return self._rows
 
     def take_along(self, other: Ask, body_bytes: int, ids_max: int) -> bool:
         """Whether another one goes in this one's message, and an answer has so many bytes and rows."""
-        if not isinstance(other, RowsAsk) or self.body_bytes + other.body_bytes > body_bytes:
+        if not isinstance(other, RowsAsk) or self._alone or other._alone:
             return False
-        if self.rows + other.rows > ids_max:
+        rows, byte_count = self._rows + other._rows, self._bytes + other._bytes
+        if rows > ids_max or byte_count > body_bytes:
             return False
-        self._all.append(other)
+        self._others.append(other)
+        self._rows, self._bytes = rows, byte_count
         return True
+
+    def apart(self) -> list[Ask]:
+        if not self._others:
+            return []
+        asks, self._others = [self, *self._others], []
+        self._rows -= sum(ask._rows for ask in asks[1:])
+        self._bytes -= sum(ask._bytes for ask in asks[1:])
+        for ask in asks:
+            ask._alone, ask._begins = True, []
+        return [*asks]
 
     def message(self) -> NDArray[np.uint8]:
         """The number of ids of each table, and the ids."""
         raw = message(8 * (self._tables + self.rows))
         numbers = raw[HEADER_BYTES:].view(np.int64)
         end, begin = self._tables, 0
-        parts = sorted(((p, ask) for ask in self._all for p in ask.parts), key=lambda one: one[0].table)
+        parts = sorted(
+            ((p, ask) for ask in (self, *self._others) for p in ask.parts), key=lambda one: one[0].table
+        )
         for table, of_table in groupby(parts, key=lambda one: one[0].table):
             for part, ask in of_table:
                 numbers[table] += len(part.ids)
@@ -153,11 +168,11 @@ class RowsAsk(Ask):
         return f"has answered {len(body):,} bytes where {self._answer_bytes:,} were asked for"
 
     def fill(self, body: NDArray[np.uint8]) -> None:
-        for ask in self._all:
+        for ask in (self, *self._others):
             super(RowsAsk, ask).fill(body)
 
     def end(self, error: BaseException | None) -> None:
-        for ask in self._all:
+        for ask in (self, *self._others):
             super(RowsAsk, ask).end(error)
 
     def cancel(self) -> None:

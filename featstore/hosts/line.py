@@ -202,8 +202,8 @@ class HostLine:
                 ask = self._asks.popleft()
                 if ask.over:
                     continue
-                while self._asks and (self._asks[0].over or ask.take_along(self._asks[0], *self._largest)):
-                    self._asks.popleft()
+                if len(self.sent) == PLACES - 1:  # what waits would have to wait longer
+                    self._take_along(ask)
                 self._numbers += 1
                 self.sent[self._numbers] = ask
                 ask.sent_at = time.monotonic()
@@ -213,6 +213,11 @@ class HostLine:
         if self.bye_sent and self.bye_heard and len(self._places) == PLACES:
             return Outgoing(ms.Kind.END)
         return None
+
+    def _take_along(self, ask: Ask) -> None:
+        """Have those in the same message that wait behind an ask, as far as they fit. With the lock."""
+        while self._asks and (self._asks[0].over or ask.take_along(self._asks[0], *self._largest)):
+            self._asks.popleft()
 
     def _send(self, one: Outgoing) -> None:
         raw = ms.message(0) if one.message is None else one.message
@@ -339,7 +344,14 @@ class HostLine:
     def _take_error(self, found: ms.Header, body: NDArray[np.uint8]) -> None:
         error = decode_error(body.tobytes())
         error.add_note(f"on host {self.peer} (rank {self._exchange.wire.rank_of(self.peer)})")
-        self._answered(found).end(error)
+        with self._lock:  # of several in a message, only those whose own rows cannot be had fail
+            sent = self.sent.get(found.number)
+            again = [] if sent is None else sent.apart()
+            if again:
+                del self.sent[found.number]
+                self._asks.extend(again)
+        if not again:
+            self._answered(found).end(error)
         self._wake.set()
         self._exchange.changed()
 

@@ -333,17 +333,17 @@ class MassiveGNNTier(OverSource):
             below = self._below.submit(wanted, out=None)
         request.open_piece(below)
 
-        def arrived(_: Any) -> None:
-            error = below.exception()
+        def arrived(done: Any) -> None:
+            error = done.exception()
             try:
                 for name, misses, places, slots, at_slots in moves if error is None else ():
                     if straight:
                         self._put(name, out[name], 0, places, slots, places[at_slots], out[name])
                     else:
-                        self._put(name, below.result()[name], misses, places, slots, at_slots, out[name])
+                        self._put(name, done.result()[name], misses, places, slots, at_slots, out[name])
             except BaseException as failure:  # of memory: whoever waits must hear of it
                 error = failure
-            request.close_piece(below, error)
+            request.close_piece(done, error)
 
         if any(len(slots) for _, _, _, slots, _ in moves):
             self._coming = request

@@ -1,6 +1,6 @@
 """What is asked for at once goes on as one request: rows of all tables of a mini-batch, of which each has a
-buffer that asks for its own. So another host is asked in one message, and reads of the disk are planned
-together.
+buffer that asks for its own. So another host is asked in one message, and a tier below has one request for a
+mini-batch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,21 @@ class _Share:
     """A part of the request ``below``. ``left`` [1]: of how many it is still wanted."""
 
     def __init__(self, below: Request, left: list[int], lock: threading.Lock) -> None:
-        self._below, self._left, self._lock, self._wanted = below, left, lock, True
+        self._below: Request | None = below
+        self._left, self._lock, self._wanted = left, lock, True
 
     def cancel(self) -> None:
         """The last one who does not want it any more stops it."""
         with self._lock:
             self._left[0] -= self._wanted
             self._wanted = False
-            last = not self._left[0]
-        if last:
-            self._below.cancel()
+            below = None if self._left[0] else self._below
+        if below is not None:
+            below.cancel()
+
+    def over(self) -> None:
+        """It is done: nothing that it has keeps it from being freed."""
+        self._below = None
 
 
 class Bundle(OverSource):
@@ -89,7 +94,8 @@ class Bundle(OverSource):
     def _pass_on(self, held: list[_Asked]) -> None:
         wanted = []
         for one in held:
-            one.request.begin()
+            if not one.request.begin():
+                continue  # it was given up
             if one.request.stopped():
                 one.request.close_piece(None, None)
             else:
@@ -103,15 +109,19 @@ class Bundle(OverSource):
                 at={name: places for one in wanted for name, places in one.at.items()},
             )
         except BaseException as error:
-            for one in wanted:
-                one.request.close_piece(None, error)
+            _fail(wanted, error)
             raise
-        left = [len(wanted)]
-        for one in wanted:
-            share = _Share(below, left, self._lock)
-            one.request.open_piece(share)
-            below.add_done_callback(partial(_ended, one.request, share))
-            one.request.close_piece(None, None)
+        try:
+            left = [len(wanted)]
+            for one in wanted:
+                share = _Share(below, left, self._lock)
+                one.request.open_piece(share)
+                below.add_done_callback(partial(_ended, one.request, share))
+                one.request.close_piece(None, None)
+        except BaseException as error:
+            below.abandon()
+            _fail(wanted, error)
+            raise
 
     def close(self) -> None:
         self._closed = True
@@ -120,5 +130,11 @@ class Bundle(OverSource):
         return f"<Bundle over {self._below!r}>"
 
 
+def _fail(asked: list[_Asked], error: BaseException) -> None:
+    for one in asked:
+        one.request.close_piece(None, error)
+
+
 def _ended(request: Request, share: _Share, below: Any) -> None:
+    share.over()
     request.close_piece(share, below.exception())

@@ -6,8 +6,10 @@ The hosts here are threads of one process, over wires that tests can meddle with
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,6 +44,7 @@ from featstore.hosts.loaders import LoadersOfHosts
 from featstore.hosts.owners import Owners
 from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
 from featstore.testing import ArraySource, check_source
+from featstore.tiers.bundle import Bundle
 
 ROWS = 700
 SECONDS = 20.0
@@ -171,19 +174,45 @@ def test_all_tables_of_a_request_cross_in_one_message(
 
 @contextmanager
 def busy(made: list[Host]) -> Iterator[list[Any]]:
-    """Host 1 reads nothing until the end of this; host 0 has asked for as much as may be under way."""
+    """Host 1 reads nothing until the end of this; host 0 has asked for as much as may be under way. Then one
+    of these is answered, and when what has waited has gone, all is."""
     made[1].local.held = True
     others = np.flatnonzero(~made[0].owners["float32"].mine(np.arange(ROWS)))
     first, line = [], made[0].exchange.lines[1]
     for number in range(PLACES):  # one after the other: what waits goes together
         first.append(made[0].source.submit({"float32": others[number : number + 1]}, out=None))
-        while len(line.sent) <= number:
+        while len(made[1].local._open) <= number:
             time.sleep(0.005)
     try:
         yield first
+        oldest = next(one for one in first if not one.done())
+        let_one_go(made[1].local)
+        oldest.exception(SECONDS)
+        while line._asks and len(line.sent) < PLACES:
+            time.sleep(0.005)
     finally:
         made[1].local.held = False
         made[1].local.let_go()
+
+
+class Asked:
+    """Counts what host 0 asks of host 1: messages, not those that say it is there."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+
+    def __call__(self, source: int, to: int, number: int, data: np.ndarray) -> np.ndarray:
+        kind = int(data[: ms.HEADER_BYTES].view(np.int64)[1])
+        self.messages += (source, to, kind) == (0, 1, ms.Kind.ASK)
+        return data
+
+
+def let_one_go(local: ArraySource) -> None:
+    """The first that it has been asked for."""
+    first, later = local._open[:1], local._open[1:]
+    local._open = first
+    local.let_go()
+    local._open += later
 
 
 TOGETHER = ("float32", "uint8", "bfloat16", "records")
@@ -193,10 +222,10 @@ def test_what_waits_for_a_host_goes_in_one_message(
     store: featstore.Store, arrays: dict[str, np.ndarray]
 ) -> None:
     """Also of the same table, of requests that ask for several, and into memory of their own."""
-    rng = np.random.default_rng(5)
-    with hosts(store, arrays, 2, tables=TOGETHER) as (made, wires):
+    rng, counted = np.random.default_rng(5), Asked()
+    with hosts(store, arrays, 2, tables=TOGETHER, meddle=counted) as (made, _):
         with busy(made) as first:
-            before, asked = wires.sent[0, 1], list[tuple[Any, Any, np.ndarray]]()
+            before, asked = counted.messages, list[tuple[Any, Any, np.ndarray]]()
             for number in range(12):
                 names = TOGETHER[number % 3 :][:2]
                 ids = {name: rng.integers(0, len(arrays[name]), 3 + number) for name in names}
@@ -206,27 +235,27 @@ def test_what_waits_for_a_host_goes_in_one_message(
                 asked.append((made_of, ids, at))
             gone = made[0].source.submit({"uint8": np.arange(40)}, out=None)
             gone.cancel()
-            assert wires.sent[0, 1] == before
+            assert counted.messages == before
         for request in first:
             request.result(SECONDS)
         for request, ids, at in asked:
             for name, rows in request.result(SECONDS).items():
                 np.testing.assert_array_equal(rows[at], arrays[name][ids[name]])
-        assert wires.sent[0, 1] == before + 1
+        assert counted.messages == before + 1
         assert gone.cancelled()
 
 
 def test_messages_stay_as_large_as_agreed(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
-    body_bytes = 4096  # some 50 rows
-    with hosts(store, arrays, 2, body_bytes=body_bytes) as (made, wires):
+    body_bytes, counted = 4096, Asked()  # some 50 rows
+    with hosts(store, arrays, 2, body_bytes=body_bytes, meddle=counted) as (made, _):
         ids = np.random.default_rng(1).integers(0, ROWS, (40, 20))
         with busy(made):
-            before = wires.sent[0, 1]
+            before = counted.messages
             asked = [made[0].source.submit({"float32": one}, out=None) for one in ids]
         for request, one in zip(asked, ids, strict=True):
             rows = request.result(SECONDS)["float32"]
             np.testing.assert_array_equal(rows, arrays["float32"][one])
-        assert 40 * 10 * 80 / body_bytes <= wires.sent[0, 1] - before < 20
+        assert 40 * 10 * 80 / body_bytes <= counted.messages - before < 30
 
 
 def test_one_of_a_message_that_is_not_wanted_any_more_leaves_the_others_theirs(
@@ -237,10 +266,9 @@ def test_one_of_a_message_that_is_not_wanted_any_more_leaves_the_others_theirs(
         with busy(made) as first:
             rows = [np.full((ROWS, 20), 7, np.float32) for _ in range(3)]
             asked = [made[0].peers.submit(_others(made[0], 9), out={"float32": one}) for one in rows]
-            made[1].local.let_go()
-            for request in first:
-                request.result(SECONDS)
-            while line._asks or len(line.sent) != 1:
+            let_one_go(made[1].local)
+            first[0].result(SECONDS)
+            while line._asks or len(made[1].local._open) < PLACES:
                 time.sleep(0.005)
             assert asked[0].cancel()  # which the message is of
             assert asked[0].cancelled()
@@ -269,6 +297,70 @@ def test_an_error_is_told_to_all_of_a_message(
         kind = PeerError if gone else CorruptionError
         assert [type(request.exception(SECONDS)) for request in asked] == [kind] * 5
         made[1].local.error = None
+
+
+def test_of_a_message_only_those_fail_whose_own_rows_cannot_be_had(
+    store: featstore.Store, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are asked for again, each by itself, also where nothing more may be asked."""
+    counted = Asked()
+    with hosts(store, arrays, 2, meddle=counted) as (made, _):
+        others = _others(made[0], 60)["float32"]
+        bad, whole = 17, made[1].local.submit  # by number there, of those rows the same
+
+        def damaged(ids: Any, **where: Any) -> Request:
+            request = whole(ids, **where)
+            if bad not in ids["float32"]:
+                return request
+            request.result(SECONDS)
+            failed = Request(lambda: None)
+            failed.answer(CorruptionError("/there", bad, "checksum", "another"))
+            return failed
+
+        with busy(made):
+            before = counted.messages
+            asked = [made[0].source.submit({"float32": one}, out=None) for one in others.reshape(12, 5)]
+            monkeypatch.setattr(made[1].local, "submit", damaged)
+            closing = threading.Thread(target=made[0].exchange.close, daemon=True)
+            closing.start()
+            while not made[0].exchange.lines[1]._asked_all:
+                time.sleep(0.005)
+        errors = [type(request.exception(SECONDS)) for request in asked]
+        assert errors == [CorruptionError if n == 17 // 5 else type(None) for n in range(12)]
+        for request, one in zip(asked, others.reshape(12, 5), strict=True):
+            if request.exception() is None:
+                np.testing.assert_array_equal(request.result()["float32"], arrays["float32"][one])
+        assert counted.messages - before == 13
+        made[1].exchange.close()
+        closing.join(SECONDS)
+        assert not closing.is_alive()
+
+
+def test_nothing_is_kept_by_what_is_over(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
+    """Asks and requests are freed at once, not when a collector comes by; with their rows."""
+    gc.collect()
+    gc.disable()
+    try:
+        with hosts(store, arrays, 2, tables=("float32", "uint8")) as (made, _):
+            bundle, kept = Bundle(made[0].source), []
+            for number in range(6):
+                rows = {name: np.empty_like(arrays[name][:40]) for name in ("float32", "uint8")}
+                at = np.arange(40)
+                with bundle.together():
+                    asked = [
+                        bundle.submit({n: np.arange(40) + number}, out={n: one}, at={n: at})
+                        for n, one in rows.items()
+                    ]
+                for request in asked:
+                    request.result(SECONDS)
+                kept += [weakref.ref(one) for one in (*asked, *rows.values())]
+                del rows, asked, request, at
+            deadline = time.monotonic() + SECONDS  # threads may have the last ones a moment longer
+            while sum(one() is not None for one in kept) > 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert sum(one() is not None for one in kept) <= 4
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_written_after_a_cancelled_request_is_done(

@@ -132,6 +132,20 @@ def test_where_all_are_cancelled_so_is_the_request_below(store: Any, arrays: Any
     assert all(request.cancelled() and (rows == -1).all() for request, rows in asked)
 
 
+def test_one_that_was_given_up_before_is_not_read(store: Any, arrays: Any) -> None:
+    disk = Disk(store, arrays)
+    bundle = Bundle(disk)
+    with bundle.together():
+        gone, untouched = ask(bundle, "a", np.arange(5))
+        kept, rows = ask(bundle, "b", np.arange(5))
+        gone.abandon()
+        assert gone.cancelled()
+    assert disk.requests == [["b"]]
+    kept.result(SECONDS)
+    assert is_there(rows, arrays["b"][:5])
+    assert (untouched == -1).all()
+
+
 def test_an_error_is_told_to_all(store: Any, arrays: Any) -> None:
     disk = Disk(store, arrays)
     disk.error, bundle = OSError("the disk"), Bundle(disk)

@@ -80,6 +80,7 @@ class Extraction:
         self.on_change: Callable[[], None] = lambda: None
         self._choices = Choices()
         self._reader: Reader | HostsRows | None = None
+        self._bundle: Bundle | None = None  # over it
         self._memory: dict[str, int] = {}
         self._asked = Demand({})
         self._piece_bytes, self._piece_room, self._outputs = 0, 0, Outputs(ALIGNMENT, 0)
@@ -117,9 +118,9 @@ class Extraction:
                 self.store, tables=list(shares.slots), memory=shares.memory["reader"], static=None,
                 static_memory=0, halo=self._halo, **self._reader_options,
             )  # fmt: skip
-            self._bundle = Bundle(self._reader)
+            bundle = self._bundle = Bundle(self._reader)
             for name, count in shares.slots.items():
-                self.buffers[name] = self._buffer(name, count, asked.expected(name))
+                self.buffers[name] = self._buffer(bundle, name, count, asked.expected(name))
             self._open_devices()
             if self._warm is not None and not self._warmed:
                 if self._halo is not None:  # first, as what is loaded next may be there then
@@ -153,7 +154,8 @@ class Extraction:
         """Close reader and buffers, and give back their memory."""
         before = self._before.plus(self._reader, self.buffers, self.on_devices)
         levels = self.buffers, self.on_devices, self._reader
-        self._before, self.buffers, self.on_devices, self._reader = before, {}, {}, None
+        self._before, self.buffers, self.on_devices = before, {}, {}
+        self._reader = self._bundle = None
         _close_levels(*levels)  # which nobody asks any more what they have counted
         self._choices, self._memory = Choices(), {}
         self._outputs.shrink()
@@ -161,8 +163,7 @@ class Extraction:
 
     @property
     def room_bytes(self) -> int:
-        """What mini-batches with their rows may take at once, the loop's among them; 0 before there are
-        any."""
+        """What mini-batches with rows, the loop's too, may take at once; 0 before there are any."""
         return self._memory.get("handed over", 0)
 
     def knows(self, ids: Ids) -> bool:
@@ -182,14 +183,14 @@ class Extraction:
                     host, self._devices, slots=slots, policy=self._device_policy
                 )
 
-    def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
+    def _buffer(self, bundle: Bundle, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
         static = (
             static_ids(self.store, self._static, self._kept, table, slots - BESIDE_KEPT * batch_rows)
             if self.policy == "static" and slots < self.store.tables[table].rows
             else None
         )
         first, others = self._first_policy(), CANDIDATES if self.policy == "auto" else ()
-        buffer = FeatureBuffer(self._bundle, table, slots=slots, policy=first, policies=others, static=static)
+        buffer = FeatureBuffer(bundle, table, slots=slots, policy=first, policies=others, static=static)
         if "choosing a policy" in self._memory:
             tables = [self.store.tables[name] for name in self._asked.rows]
             self._choices.add(table, buffer, choosing_bytes(tables, self.memory_bytes)[table])
@@ -208,6 +209,7 @@ class Extraction:
                 pinned = len(one) + sum(len(other.get(node_type, ())) for other in under_way)
                 if pinned > PINNED_SHARE * free:
                     return None
+        assert self._bundle is not None
         tickets: dict[str, Ticket | DeviceTicket] = {}
         try:
             with self._bundle.together():
@@ -264,8 +266,7 @@ class Extraction:
 
     @property
     def undecided(self) -> bool:
-        """A policy is to be chosen, now that enough has been seen for the first time; no mini-batch may be
-        under way."""
+        """A policy is to be chosen, for the first time; no mini-batch may be under way."""
         return self._choices.undecided
 
     def decide(self) -> None:
@@ -320,8 +321,7 @@ class Extraction:
         return out
 
     def output_room(self, ids: Ids, *, alone: bool = False) -> int:
-        """The room that a mini-batch takes: that of the largest of late, whose memory is used again, or
-        ``alone`` its own."""
+        """The room that a mini-batch takes: that of the largest of late, whose memory it has, or its own."""
         own = self._asked_by(ids, self.table_of)
         if alone or own.row_bytes > self._piece_bytes:
             self._outputs.shrink()

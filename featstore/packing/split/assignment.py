@@ -4,10 +4,11 @@ A table with a graph is cut so that few edges lead from one host to another: its
 of a small graph, whose edges weigh as many edges as there are between two of them
 (:func:`featstore.order.coarsen.contract`, one pass over the stored lists), and METIS cuts that. Vertices
 weigh their rows; where training nodes are to be even too, rows and training nodes, each as a share of all.
-What METIS leaves uneven is mended: the partition goes to another host that costs the fewest cut edges for the
-evenness that it brings. Where the table has too few partitions for that, or too coarse ones, it is first cut
-into finer parts. Rows of edges stay beside the nodes that their edges lead to, and are to be even as far as
-nothing else becomes uneven by that. Another table without a graph is dealt out in equal runs of ids.
+What METIS leaves uneven is mended: the partition goes to another host that costs the fewest cut edges for
+the evenness that it brings, or, where none brings any, changes places with one of another host. Where the
+table has too few partitions for that, or too coarse ones, it is first cut into finer parts. Rows of edges
+stay beside the nodes that their edges lead to, and are to be even as far as nothing else becomes uneven by
+that. Another table without a graph is dealt out in equal runs of ids.
 
 Types of nodes that edges of several types join are cut together, as one graph over the nodes of all:
 partition p of every type is one vertex, which weighs the share of each type in it, and each is to be even.
@@ -25,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.compilation import njit
 from featstore.base.dtypes import host_dtype
 from featstore.base.system import available_cores
 from featstore.errors import BudgetError, SourceError
@@ -33,13 +33,12 @@ from featstore.order.coarsen import CoarseGraph, contract, contract_bytes
 from featstore.order.metis import cut_adjacency, metis_installed, metis_memory_bytes, metis_partition
 from featstore.order.multilevel import multilevel_memory_bytes, multilevel_partition
 from featstore.order.stream import GraphLike, edge_count, node_count
+from featstore.packing.split.evenness import BALANCE, mend, most_of
 
 #: A table's own partitions are dealt out where each host gets so many, on average.
 PARTITIONS_PER_HOST = 8
 #: Finer parts, made where they are too few or too uneven.
 FINER_PER_HOST = 32
-#: The most of rows, or of training nodes, that a host may have over the mean.
-BALANCE = 1.05
 _METIS_EDGES_MAX = 1_000_000  # stored edges: METIS makes finer parts of no more, in some 260 MB
 _PAIRS_PER_PARTITION = 64
 _BLOCK_EDGES = 1 << 18
@@ -88,74 +87,6 @@ def count_hosts(host_of_row: NDArray[Any], hosts: int) -> NDArray[np.int64]:
     for low in range(0, len(host_of_row), _BLOCK_ROWS):
         counts += np.bincount(host_of_row[low : low + _BLOCK_ROWS], minlength=hosts)
     return counts
-
-
-@njit(cache=True, nogil=True)
-def best_move(
-    xadj: NDArray[np.int64], adjacency: NDArray[np.int64], edge_weights: NDArray[np.int64],
-    weights: NDArray[np.float64], part: NDArray[np.int32], loads: NDArray[np.float64],
-    most: NDArray[np.float64], crowded: int, counts: NDArray[np.int64], hard: int,
-) -> tuple[int, int]:  # fmt: skip
-    """The vertex of host ``crowded`` and the host to which it should go: of all moves that lower what hosts
-    have beyond ``most`` float64 [kinds], the one of the fewest further cut edges for that; (-1, -1) where
-    none does. ``weights`` float64 [vertices, kinds], ``loads`` float64 [hosts, kinds]; ``counts`` int64
-    [hosts], zeros."""
-    found, target, least = -1, -1, np.inf
-    for v in range(part.size):
-        if part[v] != crowded:
-            continue
-        for i in range(xadj[v], xadj[v + 1]):
-            counts[part[adjacency[i]]] += edge_weights[i]
-        for host in range(loads.shape[0]):
-            if host == crowded:
-                continue
-            relief, allowed = 0.0, True
-            for kind in range(most.size):
-                here, there, weight = loads[crowded, kind], loads[host, kind], weights[v, kind]
-                allowed = allowed and (kind >= hard or weight == 0 or there + weight <= most[kind] + 1e-9)
-                relief += max(0.0, here - most[kind]) - max(0.0, here - weight - most[kind])
-                relief += max(0.0, there - most[kind]) - max(0.0, there + weight - most[kind])
-            if allowed and relief > 1e-9:
-                price = (counts[crowded] - counts[host]) / relief
-                if price < least:
-                    found, target, least = v, host, price
-        for i in range(xadj[v], xadj[v + 1]):
-            counts[part[adjacency[i]]] = 0
-    return found, target
-
-
-def mend(
-    coarse: CoarseGraph, amounts: list[NDArray[np.int64]], part: NDArray[np.int32], hosts: int, hard: int = 0
-) -> bool:
-    """Move vertices in ``part``, in place, until no host has more than it may of any kind of ``amounts``
-    int64 [vertices] each (:func:`most_of`), none of which makes one of the first ``hard`` kinds uneven;
-    whether that could be done."""
-    means = [max(1, int(amount.sum())) / hosts for amount in amounts]
-    weights = np.stack([amount / mean for amount, mean in zip(amounts, means, strict=True)], axis=1)
-    most = np.array([most_of(int(a.sum()), hosts) / mean for a, mean in zip(amounts, means, strict=True)])
-    loads = np.zeros((hosts, len(amounts)))
-    np.add.at(loads, part, weights)
-    counts = np.zeros(hosts, np.int64)
-    arrays = (coarse.xadj, coarse.adjacency, coarse.edge_weights, weights)
-    for _ in range(4 * part.size):
-        beyond = np.maximum(loads - most, 0.0).sum(axis=1)
-        for crowded in np.argsort(-beyond, kind="stable"):
-            if beyond[crowded] <= 1e-9:
-                return bool(beyond.max() <= 1e-9)
-            vertex, target = best_move(*arrays, part, loads, most, int(crowded), counts, hard)
-            if vertex >= 0:
-                loads[part[vertex]] -= weights[vertex]
-                loads[target] += weights[vertex]
-                part[vertex] = target
-                break
-        else:
-            return False
-    return bool((loads <= most + 1e-9).all())
-
-
-def most_of(total: int, hosts: int) -> float:
-    """What a host may have of so many: :data:`BALANCE` of the mean, or the next number above it."""
-    return max(BALANCE * total / hosts, total // hosts + 1)
 
 
 def assign(
