@@ -29,7 +29,7 @@ class InLoop:
             owner=owners.hosts, hosts=owners.count,
         )  # fmt: skip
         self._store, self._labels = store, torch.from_numpy(store.arrays["label"][:])
-        self._reader = store.reader(memory=memory, engine="mmap", static=None)
+        self._reader = store.reader(memory=memory, engine="mmap")
         self._rows = torch.empty(0, *store.table("features").row_shape)  # used again for each mini-batch
         self._seconds, self._epoch = {"sample": 0.0, "wait": 0.0, "read wait": 0.0}, 0
 

@@ -8,7 +8,9 @@ AssertionError, and works under any test runner.
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -34,7 +36,7 @@ class ArraySource:
         self.store, self.tables, self._arrays = store, list(arrays), arrays
         self.asked, self.held = 0, False
         self.error: BaseException | None = None
-        self._open: list[tuple[Request, Any, Any, Any]] = []
+        self._open: deque[tuple[Request, Any, Any, Any]] = deque()
         self._lock = threading.Lock()
 
     def submit(
@@ -52,10 +54,13 @@ class ArraySource:
             self.let_go()
         return request
 
-    def let_go(self) -> None:
-        """End what is under way."""
-        while self._open:
-            request, ids, filled, at = self._open.pop()
+    def let_go(self, most: int | None = None) -> None:
+        """End what is under way, the oldest first; at most so many requests."""
+        for _ in itertools.count() if most is None else range(most):
+            try:
+                request, ids, filled, at = self._open.popleft()
+            except IndexError:
+                return
             if self.error is None and not request.stopped():
                 for name, one in ids.items():
                     filled[name][slice(len(one)) if at is None else at[name]] = self._arrays[name][one]

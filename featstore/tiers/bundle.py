@@ -92,35 +92,30 @@ class Bundle(OverSource):
         return held
 
     def _pass_on(self, held: list[_Asked]) -> None:
-        wanted = []
-        for one in held:
-            if not one.request.begin():
-                continue  # it was given up
-            if one.request.stopped():
-                one.request.close_piece(None, None)
-            else:
-                wanted.append(one)
-        if not wanted:
-            return
+        below, shares = None, list[tuple[Request, _Share]]()
         try:
+            wanted = [one for one in held if one.request.begin()]  # and was not given up
+            wanted = [one for one in wanted if not _cancelled(one.request)]
+            if not wanted:
+                return
             below = self._below.submit(
                 {name: ids for one in wanted for name, ids in one.ids.items()},
                 out={name: rows for one in wanted for name, rows in one.out.items()},
                 at={name: places for one in wanted for name, places in one.at.items()},
             )
-        except BaseException as error:
-            _fail(wanted, error)
-            raise
-        try:
             left = [len(wanted)]
             for one in wanted:
-                share = _Share(below, left, self._lock)
-                one.request.open_piece(share)
-                below.add_done_callback(partial(_ended, one.request, share))
+                shares.append((one.request, _Share(below, left, self._lock)))
+                one.request.open_piece(shares[-1][1])
+                below.add_done_callback(partial(_ended, *shares[-1]))
                 one.request.close_piece(None, None)
         except BaseException as error:
-            below.abandon()
-            _fail(wanted, error)
+            if below is not None:
+                below.abandon()
+            for request, share in shares:
+                request.close_piece(share, error)
+            for one in held:
+                one.request.close_piece(None, error)
             raise
 
     def close(self) -> None:
@@ -130,9 +125,12 @@ class Bundle(OverSource):
         return f"<Bundle over {self._below!r}>"
 
 
-def _fail(asked: list[_Asked], error: BaseException) -> None:
-    for one in asked:
-        one.request.close_piece(None, error)
+def _cancelled(request: Request) -> bool:
+    """Whether a request was cancelled, which ends it."""
+    if request.stopped():
+        request.close_piece(None, None)
+        return True
+    return False
 
 
 def _ended(request: Request, share: _Share, below: Any) -> None:

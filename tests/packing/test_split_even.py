@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from featstore.packing.split import evenness
 from featstore.packing.split.evenness import best_swap, mend, most_of
 
 
@@ -55,7 +57,8 @@ def test_the_best_pair_is_that_of_all_pairs(seed: int, count: int, hosts: int, k
             worse = (then > np.maximum(loads, most) + 1e-9)[:, :hard].any()
             relief = beyond(loads, most) - beyond(then, most)
             if relief > 1e-9 and not worse:
-                prices[int(u), int(v)] = (cut_of(dense, after) - cut_of(dense, part)) / relief
+                cut = cut_of(dense, after) - cut_of(dense, part)
+                prices[int(u), int(v)] = cut / relief if cut > 0 else cut * relief
     found = best_swap(
         lists.xadj, lists.adjacency, lists.edge_weights, weights, part, loads, most, crowded, hard
     )
@@ -73,6 +76,18 @@ def test_pairs_change_places_where_no_move_brings_evenness() -> None:
     assert mend(lists, [rows, train], part, 2)
     assert np.bincount(part).tolist() == [4, 4]
     assert max(np.bincount(part, train)) <= 1.05 * 200
+
+
+def test_few_pairs_do_where_no_edge_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that bring most evenness, and not the first that bring any."""
+    monkeypatch.setattr(evenness, "_SWAPS_MAX", 4)
+    none, count = np.zeros(0, np.int64), 20
+    lists: Any = SimpleNamespace(xadj=np.zeros(count + 1, np.int64), adjacency=none, edge_weights=none)
+    part = (np.arange(count) % 2).astype(np.int32)
+    train = np.where(part == 0, 100 + np.arange(count), 50 - np.arange(count))
+    assert mend(lists, [np.full(count, 100), train], part, 2)
+    assert np.bincount(part).tolist() == [10, 10]
+    assert max(np.bincount(part, train)) <= 1.05 * train.sum() / 2
 
 
 @settings(max_examples=20)

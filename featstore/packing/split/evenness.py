@@ -11,7 +11,7 @@ from featstore.order.coarsen import CoarseGraph
 
 #: The most of rows, or of training nodes, that a host may have over the mean.
 BALANCE = 1.05
-_SWAPS_MAX = 64  # each looks at all pairs of partitions
+_SWAPS_MAX, _PAIRS_MAX = 64, 1 << 31  # of partitions that are looked at, each time at all pairs
 
 
 @njit(cache=True, nogil=True)
@@ -54,18 +54,23 @@ def best_swap(
     weights: NDArray[np.float64], part: NDArray[np.int32], loads: NDArray[np.float64],
     most: NDArray[np.float64], crowded: int, hard: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """The same of changing places: the vertex of host ``crowded``, and that of another host."""
-    found, other, least = -1, -1, np.inf
-    links = np.zeros((part.size, loads.shape[0]), np.int64)  # of each vertex to each host
-    near = np.zeros(part.size, np.int64)  # of the vertex that is looked at to each other
+    """The same of changing places: the vertex of host ``crowded``, and that of another host. Where edges are
+    not cut any more, more relief is better, too."""
+    found, other, least, most_relief = -1, -1, np.inf, 0.0
+    # Edges of each vertex to its own host, and to the crowded one; of the one that is looked at to each other
+    # vertex, and to each host.
+    inside, toward = np.zeros(part.size, np.int64), np.zeros(part.size, np.int64)
+    near, reach = np.zeros(part.size, np.int64), np.zeros(loads.shape[0], np.int64)
     for v in range(part.size):
         for i in range(xadj[v], xadj[v + 1]):
-            links[v, part[adjacency[i]]] += edge_weights[i]
+            inside[v] += edge_weights[i] * (part[adjacency[i]] == part[v])
+            toward[v] += edge_weights[i] * (part[adjacency[i]] == crowded)
     for u in range(part.size):
         if part[u] != crowded:
             continue
         for i in range(xadj[u], xadj[u + 1]):
             near[adjacency[i]] += edge_weights[i]
+            reach[part[adjacency[i]]] += edge_weights[i]
         for v in range(part.size):
             host = part[v]
             if host == crowded:
@@ -82,11 +87,13 @@ def best_swap(
                 relief += max(0.0, here - most[kind]) - max(0.0, here + more - most[kind])
                 relief += max(0.0, there - most[kind]) - max(0.0, there - more - most[kind])
             if allowed and relief > 1e-9:
-                cut = links[u, crowded] - links[u, host] + links[v, host] - links[v, crowded] + 2 * near[v]
-                if cut / relief < least:
-                    found, other, least = u, v, cut / relief
+                cut = inside[u] - reach[host] + inside[v] - toward[v] + 2 * near[v]
+                price = cut / relief if cut > 0 else cut * relief
+                if price < least or (price == least and relief > most_relief):
+                    found, other, least, most_relief = u, v, price, relief
         for i in range(xadj[u], xadj[u + 1]):
             near[adjacency[i]] = 0
+            reach[part[adjacency[i]]] = 0
     return found, other
 
 
@@ -101,7 +108,7 @@ def mend(
     most = np.array([most_of(int(a.sum()), hosts) / mean for a, mean in zip(amounts, means, strict=True)])
     loads = np.zeros((hosts, len(amounts)))
     np.add.at(loads, part, weights)
-    counts, swaps = np.zeros(hosts, np.int64), 0
+    counts, swaps = np.zeros(hosts, np.int64), min(_SWAPS_MAX, _PAIRS_MAX // part.size**2)
     arrays = (coarse.xadj, coarse.adjacency, coarse.edge_weights, weights, part, loads, most)
 
     def move(vertex: int, target: int) -> None:
@@ -119,11 +126,11 @@ def mend(
         if vertex >= 0:
             move(vertex, target)
             continue
-        pairs = (best_swap(*arrays, host, hard) for host in crowded if swaps < _SWAPS_MAX)
+        pairs = (best_swap(*arrays, host, hard) for host in crowded if swaps > 0)
         vertex, other = next((found for found in pairs if found[0] >= 0), (-1, -1))
         if vertex < 0:
             return False
-        swaps, here, there = swaps + 1, int(part[vertex]), int(part[other])
+        swaps, here, there = swaps - 1, int(part[vertex]), int(part[other])
         move(vertex, there)
         move(other, here)
     return bool((loads <= most + 1e-9).all())
