@@ -90,6 +90,12 @@ def test_few_pairs_do_where_no_edge_is_cut(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(np.bincount(part, train)) <= 1.05 * train.sum() / 2
 
 
+def test_nothing_is_even() -> None:
+    none = np.zeros(0, np.int64)
+    lists: Any = SimpleNamespace(xadj=np.zeros(1, np.int64), adjacency=none, edge_weights=none)
+    assert mend(lists, [none], np.zeros(0, np.int32), 2)
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**20), hosts=st.integers(2, 6))
 def test_none_has_more_of_anything_than_before_or_than_it_may(seed: int, hosts: int) -> None:

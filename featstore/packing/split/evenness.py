@@ -11,7 +11,8 @@ from featstore.order.coarsen import CoarseGraph
 
 #: The most of rows, or of training nodes, that a host may have over the mean.
 BALANCE = 1.05
-_SWAPS_MAX, _PAIRS_MAX = 64, 1 << 31  # of partitions that are looked at, each time at all pairs
+_SWAPS_MAX = 64
+_PAIRS_MAX = 1 << 31  # that are looked at for swaps, all of them for each
 
 
 @njit(cache=True, nogil=True)
@@ -77,11 +78,8 @@ def best_swap(
                 continue
             relief, allowed = 0.0, True
             for kind in range(most.size):
-                here, there, more = (
-                    loads[crowded, kind],
-                    loads[host, kind],
-                    weights[v, kind] - weights[u, kind],
-                )
+                here, there = loads[crowded, kind], loads[host, kind]
+                more = weights[v, kind] - weights[u, kind]
                 worst = max(here + more - max(here, most[kind]), there - more - max(there, most[kind]))
                 allowed = allowed and (kind >= hard or worst <= 1e-9)
                 relief += max(0.0, here - most[kind]) - max(0.0, here + more - most[kind])
@@ -108,7 +106,7 @@ def mend(
     most = np.array([most_of(int(a.sum()), hosts) / mean for a, mean in zip(amounts, means, strict=True)])
     loads = np.zeros((hosts, len(amounts)))
     np.add.at(loads, part, weights)
-    counts, swaps = np.zeros(hosts, np.int64), min(_SWAPS_MAX, _PAIRS_MAX // part.size**2)
+    counts, swaps = np.zeros(hosts, np.int64), min(_SWAPS_MAX, _PAIRS_MAX // max(1, part.size) ** 2)
     arrays = (coarse.xadj, coarse.adjacency, coarse.edge_weights, weights, part, loads, most)
 
     def move(vertex: int, target: int) -> None:
