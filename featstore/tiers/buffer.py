@@ -28,7 +28,6 @@ from featstore.arguments import (
     as_sequence,
     check_options,
     known_name,
-    shown,
 )
 from featstore.base.buffers import ALIGNMENT, empty_rows
 from featstore.base.dtypes import dtype_from_name
@@ -41,7 +40,7 @@ from featstore.errors import (
 )
 from featstore.storage.store import Table
 from featstore.tiers import RowSource
-from featstore.tiers.claims import Claims
+from featstore.tiers.claims import Claims, check_reader
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import are_present, joined, present_slots
@@ -80,8 +79,7 @@ class FeatureBuffer(Claims):
         memory: int | str | None = None, policy: str = "lru", static: Any = None, batches: int = 0,
         policies: Sequence[str] = (), block: NDArray[np.uint8] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        if any(not hasattr(reader, one) for one in ("store", "tables", "submit")):
-            raise ArgumentError(f"reader must be a store's reader, not {shown(reader)}")
+        check_reader(reader)
         check_options(options, layout.OPTIONS, "a feature buffer")
         names = reader.tables
         if table is None and len(names) != 1:

@@ -2,7 +2,8 @@
 
 A request takes slots of a :class:`~featstore.tiers.buffer.FeatureBuffer` for its rows, waits for those that
 are read into them, and copies all of them out. Where all are there already that is done by whoever asks. A
-request of more rows than there are slots is served in pieces, for which one thread takes slots in turn;
+request of several tables, or of more rows than there are slots, is served in pieces, for which one thread
+takes slots in turn, a piece of each table at once, whose missing rows it asks for in one request below;
 others, which wait for nothing but reads, copy out and give the slots back. So slots always come back.
 
 With ``policy="auto"`` it is as in a loader (:mod:`featstore.tiers.chosen`). When enough has been seen, the
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from featstore.errors import BudgetError, CancelledError, ClosedError
 from featstore.storage.store import Table
 from featstore.tiers import PolicyNow, RowSource, Tier, source_tables
 from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.bundle import Bundle
 from featstore.tiers.chosen import FIRST_POLICY, Choices, choosing_bytes, slot_cost
 from featstore.tiers.over import OverSource
 from featstore.tiers.saved import USES, SavedCache
@@ -102,11 +105,11 @@ class _Job:
         self.turn = Turn()  # whose it is to go on with this piece, or to end it
         self.on_end: Callable[[], None] | None = None
 
-    def begin(self) -> bool:
-        """Take slots; whether all rows are there."""
+    def begin(self, reader: RowSource | None) -> bool:
+        """Take slots, and have a ``reader`` read what is missing; whether all rows are there."""
         if self._cancelled:
             raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
-        ticket = self._ticket = self._buffer.begin(self.ids)
+        ticket = self._ticket = self._buffer.begin(self.ids, reader=reader)
         ticket.hand_over()
         if self._cancelled:
             ticket.cancel()
@@ -245,41 +248,53 @@ class BufferTier(OverSource):
         at: Mapping[str, Any] | None, begun: list[_Job | _Decision],
     ) -> None:  # fmt: skip
         """Begin the pieces of a request, which ``begun`` has before."""
-        jobs = []
+        jobs: dict[str, list[_Job]] = {}
         for name, wanted in ids.items():
+            jobs[name] = made = []
             for part in self._parts(name, len(wanted)):
                 rows, to = (filled[name][part], None) if at is None else (filled[name], at[name][part])
-                jobs.append(_Job(request, name, self._buffers[name], wanted[part], rows, to))
-        begun += jobs
+                made.append(_Job(request, name, self._buffers[name], wanted[part], rows, to))
+        taken = list(_together(jobs))
+        begun += [job for few in taken for job in few]
         if self._choices.due:
             decision = _Decision(request)
             begun.append(decision)
             request.open_piece(decision)
             self._handed(self._taking, partial(self._decide, decision), decision)
-        for job in jobs:
-            request.open_piece(job)
-            if len(jobs) == 1:
-                self._take(job, here=True)
+        for few in taken:
+            for job in few:
+                request.open_piece(job)
+            if len(taken) == len(few) == 1:
+                self._take(few, here=True)
             else:
-                self._handed(self._taking, partial(self._take, job), job)
+                self._handed(self._taking, partial(self._take, few), *few)
 
-    def _take(self, job: _Job, here: bool = False) -> None:
+    def _take(self, jobs: Sequence[_Job], here: bool = False) -> None:
         """Take slots, and have the rows copied out when they are there: by whoever asks (``here``), if they
-        are there now. Raises interrupts of who asks."""
-        self._tickets.acquire()
-        job.on_end = self._tickets.release
+        are there now. Raises interrupts of who asks. Of several jobs, each of another table, nothing is read
+        before all have slots: so all have their permits first, and none waits for another."""
+        for job in jobs:
+            self._tickets.acquire()
+            job.on_end = self._tickets.release
+        bundle = Bundle(self._below) if len(jobs) > 1 else None
         try:
-            with self._taking_slots if self.policy == "auto" else nullcontext():
-                ready = job.begin()
-                self._choices.observe(job.table, job.ids)
+            with (
+                self._taking_slots if self.policy == "auto" else nullcontext(),
+                nullcontext() if bundle is None else bundle.together(),
+            ):
+                for job in jobs:
+                    ready = job.begin(bundle)
+                    self._choices.observe(job.table, job.ids)
         except BaseException as error:
-            job.end(error)
+            for job in jobs:
+                job.end(error)
             if isinstance(error, Exception):
                 return
             raise
         if ready and here:
-            job.copy_out()
-        else:
+            jobs[0].copy_out()
+            return
+        for job in jobs:
             job.turn = Turn()
             self._handed(self._copying, job.copy_out, job)
 
@@ -293,12 +308,15 @@ class BufferTier(OverSource):
             error = failure
         decision.end(error)
 
-    def _handed(self, pool: ThreadPoolExecutor, step: Callable[[], None], job: _Job | _Decision) -> None:
+    def _handed(self, pool: ThreadPoolExecutor, step: Callable[[], None], *pieces: _Job | _Decision) -> None:
+        """Have a pool take a step with pieces, whose turn is the first one's."""
+
         def refused(error: BaseException) -> None:
             closed = type(error) is RuntimeError  # the pool takes nothing any more
-            job.end(ClosedError("the buffer tier is closed") if closed else error)
+            for piece in pieces:
+                piece.end(ClosedError("the buffer tier is closed") if closed else error)
 
-        handed(pool, step, refused, job.turn)
+        handed(pool, step, refused, pieces[0].turn)
 
     def _parts(self, name: str, count: int) -> list[slice]:
         """A request's ids in pieces whose rows can be in slots at once."""
@@ -340,3 +358,14 @@ class BufferTier(OverSource):
 
     def __repr__(self) -> str:
         return f"<BufferTier of {self.tables}, {self.policy}, {self.memory_bytes:,} bytes>"
+
+
+def _together(jobs: Mapping[str, Sequence[_Job]]) -> Iterator[list[_Job]]:
+    """Jobs that take slots at once, by one turn: one of each table, as many as have permits."""
+    for of_tables in zip_longest(*jobs.values()):
+        one_each = [job for job in of_tables if job is not None]
+        for low in range(0, len(one_each), _THREADS):
+            few = one_each[low : low + _THREADS]
+            for job in few:
+                job.turn = few[0].turn
+            yield few

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from featstore.engine.request import Request
 from featstore.errors import CancelledError
 from featstore.tiers import RowSource
@@ -65,7 +67,8 @@ class Bundle(OverSource):
         with self._lock:
             held = self._held
             new = held is not None and not any(one.ids.keys() & ids.keys() for one in held)
-            if held is not None and new and out is not None and at is not None:
+            if held is not None and new and out is not None:
+                at = _in_order(ids) if at is None else at
                 request = Request(lambda: out)
                 held.append(_Asked(request, ids, out, at))
                 return request
@@ -73,7 +76,7 @@ class Bundle(OverSource):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is asked for in here with ``out`` and ``at`` is asked of ``below`` at the end, and cancelled
+        """What is asked for in here with ``out`` is asked of ``below`` at the end, and cancelled
         where this ends with an error: nobody may wait for it in here. One thread at a time. Raises what
         ``below`` raises, with which all that was asked for then fails."""
         with self._lock:
@@ -123,6 +126,11 @@ class Bundle(OverSource):
 
     def __repr__(self) -> str:
         return f"<Bundle over {self._below!r}>"
+
+
+def _in_order(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Places of rows that go where their ids are."""
+    return {name: np.arange(len(wanted), dtype=np.int32) for name, wanted in ids.items()}
 
 
 def _cancelled(request: Request) -> bool:

@@ -54,6 +54,12 @@ _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for
 _FEW = 512  # slots that are ended together where memory is short
 
 
+def check_reader(reader: Any) -> None:
+    """Raise ArgumentError for what gives no rows."""
+    if any(not hasattr(reader, one) for one in ("store", "tables", "submit")):
+        raise ArgumentError(f"reader must be a store's reader, not {shown(reader)}")
+
+
 def _deadline(timeout: float | None) -> float | None:
     return None if timeout is None else time.monotonic() + as_number(timeout, "timeout")
 
@@ -105,13 +111,16 @@ class Claims:
 
     # Beginning.
 
-    def begin(self, ids: Any, next_use: Any = None, *, timeout: float | None = None) -> Ticket:
+    def begin(
+        self, ids: Any, next_use: Any = None, *, timeout: float | None = None, reader: RowSource | None = None
+    ) -> Ticket:  # fmt: skip
         """Claim slots for a mini-batch and start to read what is missing.
 
         Args:
             ids: node ids, integers of any dtype and shape; duplicates are fine, and read once.
             next_use: for ``"min"``: for each id the mini-batch that uses it next, or ``NEVER``.
             timeout: seconds to wait for slots that others hold, for ever by default.
+            reader: asked for what is missing, by default the buffer's own.
 
         Raises IdError; BudgetError where the buffer is too small for this mini-batch, or for all those that
         wait for each other; TimeoutError; what the reader's ``submit`` raises.
@@ -120,11 +129,13 @@ class Claims:
         parsed = parse_ids(ids, copy=True)
         self.check_ids(parsed.values)
         ticket = Ticket(self, parsed, self._parse_uses(next_use))
+        if reader is not None:
+            check_reader(reader)
         deadline = _deadline(timeout)
         me = threading.current_thread()
         try:
             with self._awaited() as wake:
-                while not self._run(self._take, ticket):
+                while not self._run(self._take, ticket, reader or self._reader):
                     self._wait(wake, deadline, "slots that other tickets hold")
             return ticket
         except BaseException:
@@ -166,7 +177,7 @@ class Claims:
             raise ClosedError("the feature buffer is closed")
         return bool(self._runner.run(partial(step, *arguments)))
 
-    def _take(self, ticket: Ticket) -> bool:
+    def _take(self, ticket: Ticket, reader: RowSource) -> bool:
         """Take slots and start the read; False where it has to wait. Runs in the buffer's thread."""
         claim, short = ticket.claim, 1
         with self._lock:
@@ -194,7 +205,7 @@ class Claims:
                 self._waiting.discard(claim.owner)
             ticket.waits = ticket.waits[: claim.outcome[1]]
             read = self._new_read(ticket, -short)
-        self._submit(read)
+        self._submit(read, reader)
         return True
 
     def _check_wait(self, ticket: Ticket, short: int) -> None:
@@ -245,13 +256,13 @@ class Claims:
             self._reading.add(read)
         return read
 
-    def _submit(self, read: Read) -> None:
+    def _submit(self, read: Read, reader: RowSource) -> None:
         """Start a read, without the lock: ``submit`` may wait for other reads to end."""
         if len(read.slots) == 0:
             return
         try:
             table = self._table
-            request = self._reader.submit({table: read.ids}, out={table: self.x}, at={table: read.slots})
+            request = reader.submit({table: read.ids}, out={table: self.x}, at={table: read.slots})
         except BaseException as error:
             self._end(read, error)
             raise
@@ -358,7 +369,7 @@ class Claims:
             still, reads = sl.look_again(self._map, ticket.slots, ticket.waits, ticket.missed)
             ticket.waits = ticket.waits[:still]
             read = self._new_read(ticket, reads)
-        self._submit(read)
+        self._submit(read, self._reader)
         return bool(still > 0)
 
     def _check_own(self, ticket: Ticket) -> None:

@@ -37,6 +37,7 @@ from featstore.engine.request import Request, in_pieces
 from featstore.storage.store import Table
 from featstore.tiers import PolicyNow, RowSource, Tier, source_tables, table_shares
 from featstore.tiers.buffer_tier import BUFFER_POLICIES
+from featstore.tiers.bundle import Bundle
 from featstore.tiers.device import DeviceBuffer, DeviceTicket
 from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
@@ -74,10 +75,8 @@ class Device:
         return slots
 
     def host_bytes(self, tables: Sequence[Table]) -> int:
-        maps = sum(
-            len(self.devices) * layout.slot_map_bytes(count, layout.POLICIES[self.policy])
-            for count in self._slots(tables).values()
-        )
+        policy, count = layout.POLICIES[self.policy], len(self.devices)
+        maps = sum(count * layout.slot_map_bytes(slots, policy) for slots in self._slots(tables).values())
         return maps + (_DEPTH + 1) * max(map(_landing_bytes, tables), default=0)
 
     def least_bytes(self, tables: Sequence[Table]) -> int:
@@ -187,6 +186,7 @@ class DeviceTier(OverSource):
         self, below: RowSource, devices: Sequence[Any], slots: Mapping[str, int], policy: str = "s3-fifo"
     ) -> None:
         super().__init__(below)
+        self._bundle = below = Bundle(below)
         self.device = torch.device(devices[0])
         self._transfer = Transfer(self.device)
         with self._transfer.within():  # where they are used
@@ -234,9 +234,9 @@ class DeviceTier(OverSource):
                     part = slice(low, min(low + step, len(wanted)))
                     places = part if at is None else at[name][part]
                     pieces.append((_Job(request, name, wanted[part], places, asked), target))
-            for job, target in pieces:
+            for job, _ in pieces:
                 request.open_piece(job)
-                self._todo.append((job, target))
+            self._todo.extend(pieces)  # at once, so that they are begun together
             self._wake.set()
             if self._closed:
                 self._refuse()
@@ -285,8 +285,8 @@ class DeviceTier(OverSource):
     def _serve(self) -> None:
         begun: deque[tuple[_Job, Any]] = deque()
         while not (self._closed and not self._todo and not begun):
-            if self._todo and len(begun) < _DEPTH and self._begin(self._todo[0][0]):
-                begun.append(self._todo.popleft())
+            if self._begin_some(begun):
+                pass
             elif begun:
                 job, target = begun.popleft()
                 self._finish(job, target)
@@ -306,6 +306,23 @@ class DeviceTier(OverSource):
                     job.ticket.done()
                 except BaseException as error:
                     job.error = error
+
+    def _begin_some(self, begun: deque[tuple[_Job, Any]]) -> bool:
+        """Begin the next piece, or two of a request, which ask for what they lack together, where there is
+        room for them; whether there was."""
+        pair = len(self._todo) > 1 and self._todo[0][0].request is self._todo[1][0].request
+        new: list[_Job] = []
+        try:
+            with self._bundle.together():
+                while self._todo and len(new) <= pair and len(begun) + 1 + pair - len(new) <= _DEPTH:
+                    if not self._begin(self._todo[0][0]):
+                        break
+                    begun.append(self._todo.popleft())
+                    new.append(begun[-1][0])
+        except BaseException as error:
+            for job in new:
+                job.error = job.error or error
+        return bool(new)
 
     def _begin(self, job: _Job) -> bool:
         """Take slots; False where others under way hold too many."""

@@ -122,7 +122,12 @@ BUFFERS: dict[str, Call] = {
     ),
     "FeatureBuffer.begin": Call(
         lambda w: (lambda **given: w.features.begin(**given).release(), {"ids": [1, 2, 3]}),
-        {"ids": IDS, "next_use": Rule({"of another policy": [1, 2, 3]}, "next use"), "timeout": TIMEOUT},
+        {
+            "ids": IDS,
+            "next_use": Rule({"of another policy": [1, 2, 3]}, "next use"),
+            "timeout": TIMEOUT,
+            "reader": READER.optional,
+        },
     ),
     "FeatureBuffer.begin of a trace": Call(
         lambda w: (
