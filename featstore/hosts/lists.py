@@ -36,6 +36,7 @@ _DRAW_NODES, _DRAW_EDGES = 1024, 1 << 13  # that are drawn at once, unless one n
 _PICKS_BYTES = 1 << 16  # of a node, unless one picks more
 _DRAW_BYTES = ASKING_NODE_BYTES * _DRAW_NODES + 16 * _DRAW_EDGES + _PICKS_BYTES
 _READ_BYTES = 1 << 18  # of lists that are looked at whole, unless one is longer
+_TAKEN_AT_ONCE = 1 << 13  # neighbours
 
 
 class OwnLists:
@@ -211,17 +212,15 @@ class OwnLists:
             assert lists.ids is not None
             parts.append((lists.ids.table, lists.ids.first, answer.numbers))
         wanted, out, at = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-        later = list[tuple[NDArray[Any], NDArray[np.intp], NDArray[Any]]]()  # of another dtype
+        later = list[tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]]()  # of another dtype
         for table, held, into in parts:
-            there = positions < len(held)
-            if there.all():
-                _take(held, positions, into)
+            missed = _take(held, positions, into)
+            if not len(missed):
                 continue
-            into[there] = held[positions[there]]
-            missed = np.flatnonzero(~there)
             wanted[table], out[table], at[table] = positions[missed], into, missed
             if held.dtype != into.dtype:
-                out[table], at[table] = np.empty(len(missed), held.dtype), np.arange(len(missed))
+                out[table] = np.empty(len(missed), held.dtype)
+                at[table] = np.arange(len(missed), dtype=np.int32)
                 later.append((into, missed, out[table]))
         if not wanted:
             return answered(answer)
@@ -343,11 +342,18 @@ def _needs(part: OpenStore, options: Mapping[str, Any]) -> tuple[list[str], list
     return names, needs, sum(OwnLists.held_bytes(part, name) for name in names)
 
 
-def _take(held: NDArray[Any], positions: NDArray[np.int64], into: NDArray[Any]) -> None:
-    if held.dtype == into.dtype:
-        np.take(held, positions, out=into, mode="clip")  # "raise" would take a second buffer
-    else:
-        into[:] = held[positions]
+def _take(held: NDArray[Any], positions: NDArray[np.int64], into: NDArray[Any]) -> NDArray[np.int32]:
+    """Take what is at these positions, as far as it is held; where it is not, of the positions. In pieces,
+    which bound what is needed beside these."""
+    if not len(held):
+        return np.arange(len(positions), dtype=np.int32)
+    missed = [np.empty(0, np.int32)]
+    for low in range(0, len(positions), _TAKEN_AT_ONCE):
+        some = positions[low : low + _TAKEN_AT_ONCE]
+        there = some < len(held)
+        into[low : low + len(some)] = held[np.where(there, some, 0)]
+        missed.append((np.flatnonzero(~there) + low).astype(np.int32))
+    return np.concatenate(missed)
 
 
 def _room(least_bytes: int, most_bytes: int) -> int:

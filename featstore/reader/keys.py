@@ -30,7 +30,7 @@ from featstore.units import parse_bytes
 __all__ = ["NodeKeys"]
 
 #: Memory of one key of a piece: itself, what is read of the index for it, and work space.
-_KEY_BYTES = 512
+_KEY_BYTES = 768
 _READER_SHARE = 2  # one part in so many of the memory; the rest is pieces of keys
 #: Runs of strings that are so near to each other are read as one.
 _GAP_BYTES = 256
