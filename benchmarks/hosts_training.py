@@ -295,7 +295,7 @@ def _claims(report: Report, found: dict[Cell, Trained]) -> None:
         if cell.ranks == 1:
             base = dict(same)[IN_LOOP]
             slowest = max(base.bounds, key=lambda name: base.bounds[name])
-            bar = (_GAIN, "<=") if slowest == "wire" else ()  # where the network binds
+            bar = (_GAIN, "<=") if cell.net in (SLOW, SLOWEST) else ()  # whatever else may bind there
             text = f"{there}: time of an epoch, over fetching in the loop (slowest: {slowest})"
             report.claims.append(Claim(f"{text}: MassiveGNN, at its best", massive / base.seconds, *bar))
             report.claims.append(Claim(f"{text}: looking ahead", one.seconds / base.seconds))
