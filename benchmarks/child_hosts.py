@@ -24,10 +24,9 @@ from hosts_in_loop import InLoop
 from sage import Sage
 
 import featstore
-import featstore.hosts.split_store
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import RowsAsk
-from featstore.hosts.places import HostPlace, open_wire
+from featstore.hosts.opening import Opening
 from featstore.hosts.source import PeersSource, Serving
 from featstore.hosts.wire import GlooWire
 
@@ -215,12 +214,13 @@ def parts_of(batch: Any) -> tuple[Any, ...]:
 def main(said: dict[str, Any]) -> dict[str, Any]:
     slow, wires = said["slow"], list[SlowWire]()
     if slow is not None and slow != [0.0, float("inf")]:
+        open_wire = Opening.open_wire
 
-        def slowed(place: HostPlace, timeout: float) -> SlowWire:
-            wires.append(SlowWire(open_wire(place, timeout), *slow))
+        def slowed(opening: Opening) -> SlowWire:
+            wires.append(SlowWire(open_wire(opening), *slow))
             return wires[0]
 
-        featstore.hosts.split_store.open_wire = slowed  # type: ignore[assignment]
+        Opening.open_wire = slowed  # type: ignore[assignment, method-assign]
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

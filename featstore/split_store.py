@@ -105,7 +105,8 @@ def open_split(
             beside that. Loaders have their own.
         timeout_seconds: a host that is not heard of, or does not answer, for so long is given up: PeerError
             on all others, as is a rank of a host whose ranks share a loader. Until all hosts have opened the
-            store it is three times as long, as they may come one after the other.
+            store it is three times as long, as they may come one after the other; one that cannot open it
+            tells the others, which takes it five seconds at most.
         topology: the directory of the topology, where it is elsewhere.
         reader: of the reader that serves, ``engine``, ``queue_depth``, ``threads``, ``verify`` and ``model``,
             see :class:`featstore.Reader`.

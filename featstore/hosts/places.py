@@ -1,25 +1,19 @@
-"""Which host of how many a process is on, and the group of one process of each host that lines go through."""
+"""Which host of how many a process is on, and where its part is."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from featstore.arguments import as_number
-from featstore.base.error_text import first_line
+from featstore.arguments import as_number, as_path
 from featstore.base.modules import loaded
-from featstore.base.threads import Reply, Worker
-from featstore.errors import ArgumentError, PeerError, SourceError
-from featstore.hosts.meeting import meet
-from featstore.hosts.wire import GlooWire
+from featstore.base.system import is_directory, is_there
+from featstore.errors import ArgumentError, SourceError
+from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY
 
 #: A single send or receive may take so many time-outs: hosts that are late are found before.
 WIRE_PATIENCE = 3
-_MORE_PATIENCE = 1.1  # of that, for all of what hosts do to meet, and to connect once all are there
-_one_at_a_time = threading.Lock()  # hosts have no numbers for their meetings
 
 
 class HostPlace(NamedTuple):
@@ -74,83 +68,33 @@ def place_among(hosts: int) -> HostPlace:
     return HostPlace(rank // ranks, hosts, rank % ranks, ranks, rank // ranks)
 
 
-def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
-    """Lines to the other hosts, whichever machine has which part. All leaders call it at the same time.
-    Raises PeerError where some do not come in time, SourceError where two have the same part."""
-    import torch
-    import torch.distributed.distributed_c10d as c10d
-
-    store, patience = c10d._get_default_store(), WIRE_PATIENCE * timeout_seconds
-    # who waits for a name in a store keeps it from being asked meanwhile
-    apart = store.clone() if hasattr(store, "clone") else store
-    try:
-        with _one_at_a_time:
-            name, missing = _within(
-                _MORE_PATIENCE * patience, lambda: meet(store, place.machine, place.hosts, patience)
-            )
-    except (RuntimeError, TimeoutError) as error:
-        why = f" ({first_line(error)})" if str(error) else ""
-        what = f"has the store by which ranks of this run meet, and it does not answer{why}"
-        raise PeerError(0, 0, what) from error
-    if missing:
-        raise _absent(place, missing, patience)
-    meeting, limit = c10d.PrefixStore(name, apart), timedelta(seconds=patience)
-
-    # Not by new_group: a second group of the same ranks would meet under the name of the first, once that is
-    # destroyed, at addresses where nobody is any more.
-    def connect() -> tuple[list[Any], list[torch.Tensor]]:
-        parts: list[torch.Tensor] = []
-        groups: list[Any] = [
-            c10d.ProcessGroupGloo(c10d.PrefixStore(way, meeting), place.machine, place.hosts, limit)
-            for way in ("up", "down")
-        ]
-        for group in groups:
-            parts = [torch.empty(1, dtype=torch.int64) for _ in range(place.hosts)]
-            group.allgather([parts], [torch.tensor([place.host])]).wait()
-        return groups, parts
-
-    try:
-        # gloo tries a host that died while it was meeting the others five times, each for all the patience.
-        (up, down), parts = _within(_MORE_PATIENCE * patience, connect)
-    except (RuntimeError, TimeoutError) as error:
-        why = first_line(error) if str(error) else "it was there, and did not answer"
-        others = [machine for machine in range(place.hosts) if machine != place.machine]
-        raise _absent(place, others, patience, f" ({why})") from error
-    machine_of = {int(part): machine for machine, part in enumerate(parts)}
-    if len(machine_of) < place.hosts:
+def topology_of(given: Path, said: Any) -> Path:
+    """Where the topology is of a split store, or of one part of it, that is ``given``. Raises SourceError."""
+    above = given if is_directory(given / TOPOLOGY) else given.parent
+    whole = above / TOPOLOGY if said is None else Path(os.path.abspath(as_path(said, "topology")))
+    if not is_directory(whole):
         raise SourceError(
-            f"the {place.hosts} machines of this run have the parts {sorted(int(p) for p in parts)}: give "
-            "each one of its own, so that all are there"
+            f"{given} has no {TOPOLOGY} in it or beside it: give the directory that featstore.split made, or "
+            f"the host's part of it with a copy of {TOPOLOGY} beside it, or say where that is, topology="
         )
-    order = [machine_of[host] for host in range(place.hosts)]
-    return GlooWire(up, down, order, place.leaders, patience)
+    return whole
 
 
-def _absent(place: HostPlace, machines: list[int], seconds: float, why: str = "") -> PeerError:
-    """For a machine that has not come, of these."""
-    which = "" if len(machines) == 1 else "or another "
-    what = f"{which}has not come within {seconds:g} seconds{why}"
-    return PeerError(machines[0], place.leaders[machines[0]], what)
-
-
-def _within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, in a thread, which is left to itself where it takes longer: then TimeoutError."""
-    reply = Reply()
-
-    def answer() -> None:
-        try:
-            reply.put((None, make()))
-        except BaseException as error:
-            reply.put((error, None))
-
-    Worker(answer, "featstore-hosts-meeting").start()
-    outcome = reply.wait(seconds)
-    if outcome is None:
-        raise TimeoutError
-    error, made = outcome
-    if error is not None:
-        raise error
-    return made
+def part_of(given: Path, machine: int) -> Path:
+    """The part of this machine: what is ``given``, or what is there, or where there are several, that of its
+    number. Raises SourceError."""
+    if not is_directory(given / TOPOLOGY):
+        return given
+    there = sorted(one for one in given.glob("host-*") if is_there(one / MANIFEST_NAME))
+    own = given / f"host-{machine}"
+    if len(there) == 1:
+        return there[0]
+    if own not in there:
+        raise SourceError(
+            f"{given} has {', '.join(one.name for one in there) or 'no host-N'}, and this is machine "
+            f"{machine} of the run: copy its part there, or give the directory of one part"
+        )
+    return own
 
 
 def as_timeout(value: Any) -> float:

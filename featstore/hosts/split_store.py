@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featstore.arguments import Named, as_path, check_options
-from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreWarning, SourceError
 from featstore.hosts.copies import DiskCopies
 from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
 from featstore.hosts.loaders import LoadersOfHosts
 from featstore.hosts.messages import Kind
+from featstore.hosts.opening import Opening
 from featstore.hosts.owners import Owners, read_hosts
-from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
+from featstore.hosts.places import HostPlace, as_timeout, part_of, place_among, topology_of
 from featstore.hosts.source import HostsRows, Serving, body_bytes_for, ids_max_for
 from featstore.hosts.whole_tables import SplitGraph, WholeTable
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import READING, check_reading
 from featstore.reader.reader import Reader
-from featstore.storage.manifest import HALO, HALO_NODES, MANIFEST_NAME, TOPOLOGY
+from featstore.storage.manifest import HALO, HALO_NODES
 from featstore.storage.store import OpenStore, Table
 from featstore.units import parse_bytes
 
@@ -48,27 +48,25 @@ class WholeStore(OpenStore):
         topology: str | os.PathLike[str] | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         self._lock: int | None = None  # for who is refused
-        check_options(reader, READING, "open_split")
-        check_reading(**reader)
+        with Opening() as joining:
+            self._open_here(joining, path, memory, timeout_seconds, topology, reader)
+
+    def _open_here(
+        self, joining: Opening, path: Any, memory: int | str, timeout_seconds: float, topology: Any,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        check_options(options, READING, "open_split")
+        check_reading(**options)
         given = Path(os.path.abspath(as_path(path, "path")))
-        self.timeout_seconds = timeout = as_timeout(timeout_seconds)
+        self.timeout_seconds = as_timeout(timeout_seconds)
         memory_bytes = parse_bytes(memory, "memory")
-        several = is_directory(given / TOPOLOGY)
-        above = given if several else given.parent
-        whole = above / TOPOLOGY if topology is None else Path(os.path.abspath(as_path(topology, "topology")))
-        if not is_directory(whole):
-            raise SourceError(
-                f"{given} has no {TOPOLOGY} in it or beside it: give the directory that featstore.split "
-                f"made, or the host's part of it with a copy of {TOPOLOGY} beside it, or say where that "
-                "is, topology="
-            )
-        super().__init__(whole)
+        super().__init__(topology_of(given, topology))
         self._exchange: Exchange | None = None
         self._owners: dict[str, Owners] | None = None
         self._lists: ListsOfHost | None = None
         self._pid = os.getpid()
         try:
-            self._join(given, several, memory_bytes, timeout, reader)
+            self._join(joining, given, memory_bytes, options)
         except BaseException:
             if self._lists is not None:
                 self._lists.close()
@@ -77,14 +75,12 @@ class WholeStore(OpenStore):
             super().close()
             raise
 
-    def _join(
-        self, given: Path, several: bool, memory_bytes: int, timeout: float, options: dict[str, Any]
-    ) -> None:
+    def _join(self, joining: Opening, given: Path, memory_bytes: int, options: dict[str, Any]) -> None:
         family = self.manifest.family
         if family is None or family.host is not None:
             raise SourceError(f"{self.path} is not the topology of a split store: featstore.split makes one")
-        self.place = self._place(family.hosts)
-        self.part = OpenStore(self._own_part(given) if several else given)
+        self.place = joining.place = self._place(family.hosts)
+        self.part = OpenStore(part_of(given, self.place.machine))
         self._check_part(family)
         self.featureless = self.part.featureless  # the topology's rows are owners
         names = [name for name in self.part.tables if name in self.manifest.tables]
@@ -96,7 +92,7 @@ class WholeStore(OpenStore):
         if family.split_graphs and own is not None:
             split = {name: SplitGraph(self, name, one) for name, one in own.split_graphs.items()}
             self.graphs = Named("the store has no graph", split)
-        self._open_rows(names, memory_bytes, timeout, options)
+        self._open_rows(joining, names, memory_bytes, options)
 
     def table(self, name: str) -> Table:
         graph = self.graphs.get(str(name).rpartition("/")[0])
@@ -130,22 +126,8 @@ class WholeStore(OpenStore):
             )
         self.place = HostPlace(mine.host, *self.place[1:])
 
-    def _own_part(self, parts: Path) -> Path:
-        """The part of this machine: the only one that is there, or where there are several, that of its
-        number."""
-        there = sorted(one for one in parts.glob("host-*") if is_there(one / MANIFEST_NAME))
-        own = parts / f"host-{self.place.machine}"
-        if len(there) == 1:
-            return there[0]
-        if own not in there:
-            raise SourceError(
-                f"{parts} has {', '.join(one.name for one in there) or 'no host-N'}, and this is machine "
-                f"{self.place.machine} of the run: copy its part there, or give the directory of one part"
-            )
-        return own
-
     def _open_rows(
-        self, names: list[str], memory_bytes: int, timeout: float, options: dict[str, Any]
+        self, joining: Opening, names: list[str], memory_bytes: int, options: dict[str, Any]
     ) -> None:
         place, tables = self.place, [self.table(name) for name in names]
         held = sum(Owners.bytes_for(table.rows, place.hosts) for table in tables)
@@ -166,6 +148,8 @@ class WholeStore(OpenStore):
             raise BudgetError(needed, memory_bytes, "know the owners of all nodes, and serve other hosts")
         self._opening_bytes = memory_bytes - held
         if place.leads:
+            if place.hosts > 1:
+                joining.come(place, self.timeout_seconds)  # before what takes long
             self._know()
         left, most = memory_bytes - needed, Exchange.held_bytes(place.hosts, 8 << 20, IDS_MAX, len(names))
         lists_bytes = self._open_lists(lists_least, memory_bytes, left - most + lines_bytes, left, options)
@@ -175,9 +159,10 @@ class WholeStore(OpenStore):
             return
         options = {"static": "auto"} | options
         self._serving = Reader(self.part, tables=names, memory=self._memory["reader"], **options)
+        timeout = self.timeout_seconds
         about = {"family": self.uuid, "hosts": place.hosts, "tables": names, "timeout_seconds": timeout}
         try:
-            wire = open_wire(place, timeout)
+            wire = joining.open_wire()
             try:
                 exchange = Exchange(
                     wire, about, tables=len(names), body_bytes=body_bytes, ids_max=ids_max,

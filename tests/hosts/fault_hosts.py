@@ -165,13 +165,18 @@ def go_on(rank: int, hosts: int, folder: str, name: str, steps: int) -> None:
 
 
 def open_again(rank: int, folder: str) -> None:
-    """Host 0 fails before it comes to the others, and host 1 gives it up; then both try again."""
+    """Host 0 fails, which host 1 is told; it comes too late, and host 1 gives it up; then both try again."""
     os.chdir(folder)
     dist.init_process_group("gloo", init_method=f"file://{folder}/again.meeting", rank=rank, world_size=2)
     gave_up = Path("gave-up")
+    try:
+        featstore.open_split("parts2", memory=1 if rank == 0 else "16MiB", timeout_seconds=20)
+    except featstore.errors.BudgetError:
+        assert rank == 0
+    except PeerError as error:
+        assert rank == 1
+        assert "host 0 (rank 0) could not open its store (BudgetError: " in str(error), error
     if rank == 0:
-        with suppress(featstore.errors.BudgetError):
-            featstore.open_split("parts2", memory=1, timeout_seconds=20)
         while not gave_up.exists():
             time.sleep(0.05)
     else:

@@ -28,8 +28,9 @@ import torch.distributed.distributed_c10d as c10d
 from test_split_training import graph_and_rows
 
 from featstore.errors import PeerError
-from featstore.hosts.meeting import meet
-from featstore.hosts.places import HostPlace, open_wire
+from featstore.hosts.meeting import Rendezvous
+from featstore.hosts.opening import Opening
+from featstore.hosts.places import HostPlace
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
 TURN = os.environ["TEST_TURN"]
@@ -173,11 +174,13 @@ def test_a_host_that_was_there_and_does_not_answer_is_given_up(
     monkeypatch.setattr(c10d, "ProcessGroupGloo", connecting)
     monkeypatch.setattr(c10d, "_get_default_store", lambda: dist.FileStore(str(tmp_path / "meeting"), 2))
     other = dist.FileStore(str(tmp_path / "meeting"), 2)
-    there = threading.Thread(target=meet, args=(other, 1, 2, 10))
+    meeting, opening = Rendezvous(other, 1, range(2)), Opening()
+    there = threading.Thread(target=lambda: [meeting.reach(stage, 10) for stage in ("come", "ready")])
     there.start()
     begin = time.monotonic()
+    opening.come(place, 0.2)
     with pytest.raises(PeerError, match=r"host 1.*within 0\.6 seconds.*did not answer"):
-        open_wire(place, 0.2)
+        opening.open_wire()
     assert time.monotonic() - begin < 5
     there.join(10)
     done.set()

@@ -16,8 +16,16 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from featstore.errors import PeerError
-from featstore.hosts.meeting import meet
-from featstore.hosts.places import HostPlace, open_wire
+from featstore.hosts.meeting import Rendezvous
+from featstore.hosts.opening import Opening
+from featstore.hosts.places import HostPlace
+
+
+def meet(store: Any, machine: int, machines: int, seconds: float) -> tuple[str, list[int]]:
+    """The name of the meeting, and who has not come."""
+    meeting = Rendezvous(store, machine, range(machines))
+    missing = meeting.reach("come", seconds)
+    return meeting.name, missing
 
 
 def all_meet(store: Any, after: list[float], seconds: float = 20.0) -> list[tuple[str, list[int]]]:
@@ -76,6 +84,6 @@ def test_a_store_that_does_not_answer_is_an_error_in_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(distributed_c10d, "_get_default_store", Still)
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"host 0 \(rank 0\) has the store by which ranks of this run meet"):
-        open_wire(HostPlace(0, 2, 0, 1, 0), 0.2)
+        Opening().come(HostPlace(0, 2, 0, 1, 0), 0.2)
     assert time.monotonic() - begin < 5
     done.set()

@@ -22,8 +22,8 @@ from featstore.errors import (
     SourceError,
 )
 from featstore.hosts import messages as ms
-from featstore.hosts import split_store
 from featstore.hosts.copies import DiskCopies
+from featstore.hosts.opening import Opening
 from featstore.hosts.places import HostPlace
 from featstore.hosts.split_store import WholeStore
 
@@ -211,7 +211,8 @@ def test_the_memory_of_one_that_has_lines_is_enough(
     ).close()
     featstore.split(tmp_path / "s", 4, tmp_path / "parts", split_topology=split_topology)
     monkeypatch.setattr(WholeStore, "_place", staticmethod(lambda hosts: HostPlace(0, hosts, 0, 1, 0)))
-    monkeypatch.setattr(split_store, "open_wire", lambda *_: 1 / 0)
+    monkeypatch.setattr(Opening, "come", lambda *_: None)
+    monkeypatch.setattr(Opening, "open_wire", lambda *_: 1 / 0)
     for memory in (1, 1 << 20, 5 << 20, 7 << 20):
         given, tries = memory, 0
         while True:

@@ -34,6 +34,7 @@ from featstore.errors import (
 from featstore.hosts import messages as ms
 from featstore.hosts import split_store
 from featstore.hosts.neighbours import lay_out_hop, place_lists
+from featstore.hosts.opening import Opening
 from featstore.hosts.places import HostPlace
 from featstore.hosts.questions import Draw, ListsAnswer, OfNodes, Question
 from featstore.sampling.picking import empty_picks
@@ -88,7 +89,8 @@ def hosts(
         patch.setattr(
             split_store, "place_among", lambda hosts: HostPlace(_here.host, hosts, 0, 1, _here.host)
         )
-        patch.setattr(split_store, "open_wire", lambda place, timeout: wires.wire(place.host))
+        patch.setattr(Opening, "come", lambda self, place, timeout: setattr(self, "place", place))
+        patch.setattr(Opening, "open_wire", lambda self: wires.wire(self.place.host))
         if body_bytes:
             patch.setattr(split_store, "body_bytes_for", lambda *_: body_bytes)
 
