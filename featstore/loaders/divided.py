@@ -19,6 +19,12 @@ from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.ranked import share_of
 
 
+def drawn_here(batches: Any) -> bool:
+    """Whether these mini-batches are made by a sampler of ours when they are asked for: nobody else has what
+    they hold."""
+    return isinstance(batches, LinkBatches | SampledBatches)
+
+
 def check_given(given: Given, batches: Sampler | None) -> None:
     """Raise ArgumentError where a loader takes other mini-batches than these, or, where ranks share those
     around links that are not made yet (None), other options."""
@@ -114,6 +120,11 @@ class GivenShare:
         return isinstance(self._batches, LinkBatches)
 
     @property
+    def drawn_here(self) -> bool:
+        """Whether mini-batches are drawn when they are asked for, around links or nodes."""
+        return drawn_here(self._batches)
+
+    @property
     def alike(self) -> dict[str, Any]:
         """What all hosts are to say of these mini-batches; nothing of a user's own."""
         return self._batches.alike if isinstance(self._batches, LinkBatches) else {}
@@ -121,7 +132,7 @@ class GivenShare:
     def apart(self) -> GivenShare:
         """The same, of which other epochs can be gone through meanwhile."""
         made = copy.copy(self)
-        if isinstance(self._batches, LinkBatches | SampledBatches):
+        if drawn_here(self._batches):
             made._batches = copy.copy(self._batches)
         return made
 

@@ -301,10 +301,12 @@ class Making:
         if looking is not None:
             looking.trained, batches = batches, looking.epoch
         assert batches is not None
+        assert self.share is not None
         loader = OnlineLoader(
             self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,
             **self.given.reading,
         )  # fmt: skip
+        loader.samples = isinstance(self.share, RankedBatches) or self.share.drawn_here
         if looking is not None:
             loader.on_begin, looking.unwanted = looking.begin, loader.is_stopping
         return Mode(loader)

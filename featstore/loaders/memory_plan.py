@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from featstore.loaders.shares import SAMPLER_SHARE, rows_at_most
+from featstore.loaders.online.budget import SAMPLES_EXIST
+from featstore.loaders.shares import SAMPLER_SHARE, edges_at_most, rows_at_most
 from featstore.plan.budget import Budget, TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.sampling.batches import bytes_in_memory, graph_bytes
@@ -14,6 +15,7 @@ from featstore.storage.store import StoredGraph, Table
 from featstore.units import PAGE_BYTES
 
 _SLOT_BYTES = 72  # beside the row, of the default policy
+_EDGE_BYTES = 24 * SAMPLES_EXIST  # of a mini-batch, an edge: its ends and its place
 _BESIDE_ROW_BYTES = 24  # of a mini-batch, a node: its id, and what is planned with it
 
 
@@ -53,7 +55,7 @@ class MemoryPlan:
     ``reader``: of a reader that has all of it. ``loader``: of a loader in mode online; ``kept rows`` is
     what is left for rows asked for lately, negative where the memory is too small for such mini-batches.
     ``graph``: "in memory", "from disk" or "none". ``batch_nodes_most``: nodes of a mini-batch whose
-    neighbours are all different; real ones have fewer. ``kept_share``: of all rows.
+    neighbours are all different; real ones have fewer, and fewer edges. ``kept_share``: of all rows.
     """
 
     memory_bytes: int
@@ -84,9 +86,10 @@ def plan_memory(
     share = max(memory_bytes // SAMPLER_SHARE, min(on_disk, sizes.graph_bytes))
     sampler, graph = (share, "from disk") if sizes.graph_bytes > share else (sizes.graph_bytes, "in memory")
     nodes = rows_at_most(batch_size, fanouts, sizes.nodes)
+    edges = edges_at_most(batch_size, fanouts, sizes.nodes, sizes.edges)
     loader = {
         "graph": sampler, "reader": own_bytes(memory_bytes - sampler, tables),
-        "two mini-batches": 2 * nodes * (sizes.row_bytes + _BESIDE_ROW_BYTES),
+        "two mini-batches": 2 * (nodes * (sizes.row_bytes + _BESIDE_ROW_BYTES) + edges * _EDGE_BYTES),
     }  # fmt: skip
     loader["kept rows"] = memory_bytes - sum(loader.values())
     slot_bytes = sizes.row_bytes + _SLOT_BYTES

@@ -10,7 +10,16 @@ from featstore.errors import BudgetError, SourceError
 from featstore.hosts.sampler import HostsSampler, OverHosts
 from featstore.hosts.split_store import WholeStore
 from featstore.hosts.typed_sampler import TypedHostsSampler
-from featstore.loaders.shares import AHEAD_FROM, SAMPLER_SHARE, MemoryShares, rows_at_most, wanted_bytes
+from featstore.loaders.online.content import Content
+from featstore.loaders.shares import (
+    AHEAD_FROM,
+    EDGE_BYTES_MOST,
+    SAMPLER_SHARE,
+    MemoryShares,
+    edges_at_most,
+    rows_at_most,
+    wanted_bytes,
+)
 from featstore.sampling.attributes import NamedOptions
 from featstore.sampling.batches import (
     GraphSampler,
@@ -92,13 +101,16 @@ def rows_first(made: Drawn, tables: Mapping[str, Table], shares: MemoryShares) -
     if not isinstance(sampler, DiskSampler) or not len(made):  # the graph is in memory, or of other hosts
         return shares
     memory, of_third = shares.memory_bytes, shares.sampler_bytes <= shares.memory_bytes // SAMPLER_SHARE
-    if of_third and isinstance(sampler, StoredSampler) and isinstance(made, RankedBatches):
-        [(name, table)] = tables.items()
-        most = rows_at_most(made.batch_size, sampler.fanouts, table.rows)
-        if wanted_bytes(memory, {name: most}, tables) <= shares.rows_bytes:
-            return shares
-    rows, sampler, shares = _first_rows(made, list(tables), sampler, shares)
-    share, wanted = shares.sampler_bytes, wanted_bytes(memory, rows, tables)
+    if (
+        of_third
+        and isinstance(sampler, StoredSampler)
+        and isinstance(made, RankedBatches)
+        and _wanted_at_most(made, sampler.graph, memory) <= shares.rows_bytes
+    ):
+        return shares
+    first, sampler, shares = _first(made, list(tables), sampler, shares)
+    rows = {name: len(ids) for name, ids in first.ids.items()}
+    share, wanted = shares.sampler_bytes, wanted_bytes(memory, rows, tables, first.sample_bytes)
     shares = replace(shares, rows_wanted_bytes=wanted, least_bytes=sampler.least_bytes)
     if shares.sampler_bytes > share or shares.sampler_bytes < min(share, shares.graph_bytes):
         _reopened(made, sampler, shares)
@@ -112,11 +124,9 @@ def kept_ahead(store: OpenStore, share: Any, shares: MemoryShares) -> MemoryShar
     if drawn_by is None or (isinstance(drawn_by, DiskSampler) and drawn_by.reads):
         return shares
     rows = max(AHEAD_FROM, shares.rows_wanted_bytes)
-    graph = getattr(drawn_by, "graph", None)
-    table = graph.table if graph is not None else next(iter(store.tables.values()))
     if not store.edge_types:
-        most = rows_at_most(share.batch_size, drawn_by.fanouts, table.rows)
-        rows = max(rows, wanted_bytes(shares.memory_bytes, {table.name: most}, {table.name: table}))
+        graph = getattr(drawn_by, "graph", None) or next(iter(store.graphs.values()))
+        rows = max(rows, _wanted_at_most(share, graph, shares.memory_bytes))
     return replace(shares, ahead_from_bytes=rows)
 
 
@@ -127,17 +137,24 @@ def _first_seeds(made: RankedBatches | LinkBatches, sampler: OverHosts) -> dict[
     return {name or sampler.seed_type: count for name, count in made.most_seeds.items()}
 
 
-def _first_rows(
+def _wanted_at_most(made: RankedBatches, graph: StoredGraph, memory_bytes: int) -> int:
+    """What mini-batches want over a graph without types, however few its nodes' lists have in common."""
+    table, of = graph.table, (made.batch_size, made.drawn_by.fanouts, graph.table.rows)
+    edges = EDGE_BYTES_MOST * edges_at_most(*of, graph.edges)
+    return wanted_bytes(memory_bytes, {table.name: rows_at_most(*of)}, {table.name: table}, edges)
+
+
+def _first(
     made: Drawn, tables: Sequence[str], sampler: DiskSampler, shares: MemoryShares
-) -> tuple[dict[str, int], DiskSampler, MemoryShares]:
-    """Rows of the first mini-batch by table, and the sampler and the shares with which it could be sampled:
-    from disk, that takes more than opening the sampler did."""
+) -> tuple[Content, DiskSampler, MemoryShares]:
+    """The first mini-batch's, by table, and the sampler and the shares with which it could be sampled: from
+    disk, that takes more than opening the sampler did."""
     while True:
         try:
             first = made[0]
             nodes = first["n_id"] if isinstance(first, Mapping) else first.node
-            by_type = nodes if isinstance(nodes, Mapping) else {tables[0]: nodes}
-            return {name: len(ids) for name, ids in by_type.items()}, sampler, shares
+            by_type = dict(nodes) if isinstance(nodes, Mapping) else {tables[0]: nodes}
+            return Content.of(by_type, first, own=True), sampler, shares
         except BudgetError as error:
             given = shares.sampler_bytes
             if error.given_bytes != given:

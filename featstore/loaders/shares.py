@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from featstore.compile.build import deciding_bytes
 from featstore.errors import OF_STORE, BudgetError
+from featstore.loaders.online.budget import SAMPLES_EXIST
 from featstore.plan.budget import reader_bytes
 from featstore.storage.store import Table
 
@@ -22,13 +23,17 @@ SAMPLER_SHARE = 3
 ROWS_BYTES_MIN = 6 << 20  # are left by a sampler that has more
 _AHEAD_SHARE = 8  # of what rows do not need mini-batches that are sampled ahead have one part in so many
 AHEAD_FROM = 64 << 20  # rows have so much before
+EDGE_BYTES_MOST = 32  # of an edge of a mini-batch: its ends, its place and its number
 _BATCHES, _SPARE_BYTES = 2.5, 2**20  # two mini-batches that are a quarter larger than the first; their ids
 
 
-def wanted_bytes(memory_bytes: int, rows: Mapping[str, int], tables: Mapping[str, Table]) -> int:
-    """With what every mode goes through mini-batches of about so many rows of each table: two of them, the
-    reader, and what preparing them takes."""
+def wanted_bytes(
+    memory_bytes: int, rows: Mapping[str, int], tables: Mapping[str, Table], sample_bytes: int = 0
+) -> int:
+    """With what every mode goes through mini-batches of about so many rows of each table, and so much that is
+    sampled beside these: two of them, the reader, and what preparing them takes."""
     batch = sum(count * (tables[name].row_bytes + 64) for name, count in rows.items())
+    batch += SAMPLES_EXIST * sample_bytes
     fixed = deciding_bytes(tables) + reader_bytes(memory_bytes) + _SPARE_BYTES
     return int(_BATCHES * batch) + fixed
 
@@ -40,6 +45,15 @@ def rows_at_most(batch_size: int, fanouts: Sequence[int], nodes: int) -> int:
         wave = nodes if fanout < 0 else min(nodes, wave * fanout)
         rows = min(nodes, rows + wave)
     return rows
+
+
+def edges_at_most(batch_size: int, fanouts: Sequence[int], nodes: int, edges: int) -> int:
+    """Edges of a mini-batch over a graph of so many: a node's list is looked at in one hop alone."""
+    found, wave = 0, min(batch_size, nodes)
+    for fanout in fanouts:
+        hop = edges if fanout < 0 else wave * fanout
+        found, wave = min(edges, found + hop), min(nodes, hop)
+    return found
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,8 @@ class LinkSampler:
             shaped = others.reshape(-1, count).T if self._disjoint else others.reshape(count, -1)
             shaped = shaped[:, 0] if shaped.shape[1] == 1 else np.ascontiguousarray(shaped)
             return LinkSubgraph(
-                **whole, src_index=places[0], dst_pos_index=places[1][:count], dst_neg_index=shaped,
-                seed_time=positive,
+                **whole, src_index=places[0].copy(), dst_pos_index=places[1][:count].copy(),
+                dst_neg_index=shaped, seed_time=positive,
             )  # fmt: skip
         return LinkSubgraph(
             **whole, edge_label_index=np.stack(places), edge_label=_labels(labels, count, added, mode),

@@ -151,7 +151,7 @@ def _shares(store: OpenStore, asked: Training, seen: Looked) -> MemoryShares:
     whole, least = sampler_needs(store, asked.own.fanouts, asked.own.graph)
     table = graph_of(store, asked.own.graph).table
     rows = max((len(ids) for ids in seen.ids[table.name]), default=0)
-    wanted = wanted_bytes(asked.memory_bytes, {table.name: rows}, {table.name: table})
+    wanted = wanted_bytes(asked.memory_bytes, {table.name: rows}, {table.name: table}, seen.held_bytes)
     return MemoryShares(asked.memory_bytes, whole, 0, least, wanted)
 
 

@@ -63,7 +63,7 @@ def _shares(world: World, memory_bytes: int) -> Shares:
         world.store, memory_bytes, policy="auto", extracted=EXTRACTED, reader_bytes=None,
         verify=world.reading["verify"], devices=0, device_memory=0, device_policy=FIRST_POLICY,
     )  # fmt: skip
-    return split.of(split.demand(rows), {})
+    return split.of(split.demand(rows, world.seen.held_bytes), {})
 
 
 def _least(world: World) -> int:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from featstore.base.sequences import known_length
 from featstore.errors import ArgumentError, SourceError
+from featstore.loaders.divided import drawn_here
+from featstore.loaders.online.content import Content
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.loaders.whole import WantedRows
 from featstore.sampling.minibatch import split, table_of
@@ -31,14 +33,16 @@ class Looked:
     """Mini-batches that were looked at.
 
     ``ids``: by table, distinct node ids of each, ascending. ``asked``: by table, ids of each, those that
-    stand twice counted twice. ``sample_bytes``: of each, encoded as in a trace. ``epoch_batches``: in an
-    epoch. ``batch_seconds``, ``batch_cpu_seconds``: of sampling one, by the clock and of this process's
+    stand twice counted twice. ``sample_bytes``: of each, encoded as in a trace. ``held_bytes``: the most
+    that one holds beside its ids, where mini-batches are sampled here. ``epoch_batches``: in an epoch.
+    ``batch_seconds``, ``batch_cpu_seconds``: of sampling one, by the clock and of this process's
     cores. ``seconds``: that looking took.
     """
 
     ids: dict[str, list[NDArray[np.int64]]]
     asked: dict[str, list[int]]
     sample_bytes: list[int]
+    held_bytes: int
     epoch_batches: int
     batch_seconds: float
     batch_cpu_seconds: float
@@ -76,6 +80,7 @@ def look_at_batches(
     ids: dict[str, list[NDArray[np.int64]]] = {}
     asked: dict[str, list[int]] = {}
     sizes: list[int] = []
+    held_most, drawn = 0, drawn_here(batches)
     times: list[tuple[float, float]] = []
     held, last, ended = 0, _clocks(), False
     recorded = iter(WantedRows(_Chosen(epoch, most), nodes, None, recorded=True).epoch(0))
@@ -87,6 +92,7 @@ def look_at_batches(
         now = _clocks()
         times.append((now[0] - last[0], now[1] - last[1]))
         held += _note(store, one, ids, asked, sizes)
+        held_most = max(held_most, Content.of(*split(one), own=True).sample_bytes if drawn else 0)
         enough = time.perf_counter() - begin > seconds and len(sizes) >= 2
         if enough or held > _IDS_MAX:
             break
@@ -104,7 +110,7 @@ def look_at_batches(
         lists += [np.empty(0, np.int64)] * (len(sizes) - len(lists))
         asked[table] += [0] * (len(sizes) - len(asked[table]))
     each = [statistics.fmean(one) for one in zip(*(times[1:] or times), strict=True)]  # the first wakes
-    return Looked(ids, asked, sizes, count, each[0], each[1], time.perf_counter() - begin)
+    return Looked(ids, asked, sizes, held_most, count, each[0], each[1], time.perf_counter() - begin)
 
 
 def _clocks() -> tuple[float, float]:

@@ -34,7 +34,10 @@ SAMPLED = 2  # mini-batches that wait to be extracted
 DEPTH = 3  # mini-batches that exist at once with their rows, at most, the loop's own among them
 _SPARE = 1.25  # later mini-batches may be larger by so much; where there is memory, it is set aside
 _ROOMS = (DEPTH * _SPARE, 2 * _SPARE)  # in mini-batches, where each has its slots all at once
-_BYTES_PER_ID = 8 * (SAMPLED + 1 + DEPTH) // 2  # of mini-batches that exist; two have all the room there is
+_EXIST = (SAMPLED + 1 + DEPTH) // 2  # mini-batches that exist for each that has room; two have all there is
+_BYTES_PER_ID = 8 * _EXIST
+SAMPLES_EXIST = _EXIST + 1  # the same of samples, and the copy of edges that the loop or a device has
+SAMPLES_UNDER_WAY = "samples under way"  # of the parts, edges and the like of those that have slots
 _CLAIM_BYTES_PER_ID = 40  # of those under way: ids, slots, what was missed
 BESIDE_KEPT = 2  # mini-batches for which there are slots beside rows kept for good
 _ROWS_LEAST = 1024  # of a table, for which slots are made whatever mini-batches have had of it
@@ -44,11 +47,13 @@ PIECES = 2  # that have slots at once: one is read while the one before is copie
 
 class Demand(NamedTuple):
     """The most that a mini-batch has asked for: ``rows`` of each table; ``row_bytes`` and ``ids`` of all
-    tables together; ``room_bytes``: of both, what it takes of the room for mini-batches."""
+    tables together; ``sample_bytes`` of what was sampled beside these; ``room_bytes``: of all that, what it
+    takes of the room for mini-batches."""
 
     rows: dict[str, int]
     row_bytes: int = 0
     ids: int = 0
+    sample_bytes: int = 0
     room_bytes: int = 0
 
     def or_more(self, other: Demand) -> Demand:
@@ -174,6 +179,8 @@ class BudgetSplit:
             "handed over": int(room * asked.room_bytes),
             "under way": int(claims * asked.ids * room / 2),  # each may be half as large as all the room
         }
+        if whole and asked.sample_bytes:  # in pieces there is one under way, which the others' room is for
+            parts[SAMPLES_UNDER_WAY] = int(self._extracted * asked.sample_bytes * room / 2)
         if devices:
             parts["slot maps of devices"] = sum(map(self._device_map_bytes, devices.values()))
         choosing = choosing_bytes(list(tables.values()), memory_bytes)
@@ -242,10 +249,12 @@ class BudgetSplit:
     def _device_map_bytes(self, slots: int) -> int:
         return self._devices * layout.slot_map_bytes(slots, layout.POLICIES[self._device_policy])
 
-    def demand(self, rows: Mapping[str, int]) -> Demand:
-        """Of a mini-batch of so many rows by table; one that occurs twice counts twice."""
+    def demand(self, rows: Mapping[str, int], sample_bytes: int = 0) -> Demand:
+        """Of a mini-batch of so many rows by table, one that occurs twice counts twice; and so much that was
+        sampled beside their ids."""
         row_bytes, ids = max(ALIGNMENT, self.bytes_of(rows)), sum(rows.values())
-        return Demand(dict(rows), row_bytes, ids, row_bytes + _BYTES_PER_ID * ids)
+        room_bytes = row_bytes + _BYTES_PER_ID * ids + SAMPLES_EXIST * sample_bytes
+        return Demand(dict(rows), row_bytes, ids, sample_bytes, room_bytes)
 
     def bytes_of(self, rows: Mapping[str, int]) -> int:
         """Bytes of a mini-batch of so many rows by table."""
@@ -265,6 +274,7 @@ def _held_at_least(asked: Demand, index: int | None, kept: bool) -> str:
     """What the smallest budget is for, in words."""
     which = "mini-batches" if index is None else f"mini-batches as large as number {index}"
     size = format_bytes(asked.row_bytes)
+    size += f" and {format_bytes(asked.sample_bytes)} of edges" if asked.sample_bytes else ""
     rows = f"of {size} each, less with fewer seeds or neighbours" if asked.row_bytes else "without rows"
     static = " and the static rows asked for" if kept else ""
     return f"hold the reader, two {which} ({rows}), a few slots{static}"

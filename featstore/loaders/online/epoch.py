@@ -19,6 +19,7 @@ from featstore.base.state import ends_before
 from featstore.base.threads import Wake, Worker
 from featstore.errors import IdError
 from featstore.loaders.online.budget import SAMPLED
+from featstore.loaders.online.content import Content
 from featstore.loaders.online.extraction import Extraction, Tickets
 from featstore.loaders.online.pieces import PieceTicket
 from featstore.loaders.online.report import OnlineStages
@@ -32,6 +33,7 @@ class ForEpoch(Protocol):
     report_stages: OnlineStages
     overtake: bool
     nodes: Callable[[Any], Any] | None
+    samples: bool
 
     def check_process(self) -> None: ...
 
@@ -45,7 +47,7 @@ class _Sampled:
     """A mini-batch on its way."""
 
     index: int
-    ids: Ids
+    asked: Content
     sample: Any
     tickets: Tickets
 
@@ -95,17 +97,16 @@ class OnlineEpoch(Prefetch):
                 if self._stop:
                     return
                 given, sample = split(batch, self._loader.nodes)
+                asked = Content.of(given, sample, own=self._loader.samples)
                 if index < self._skip:
-                    self._skipped_room = self.extraction.skip(given)
+                    self._skipped_room = self.extraction.skip(asked)
                     continue
-                # a sampler may use its memory again
-                ids = {node_type: one.copy() for node_type, one in given.items()}
                 del batch, given
                 stages.add("sample", time.perf_counter() - last)
                 while len(self._sampled) >= SAMPLED and not self._stop:
                     self._taken.wait()
-                self._sampled.append(_Sampled(index, ids, sample, {}))
-                del ids, sample
+                self._sampled.append(_Sampled(index, asked, sample, {}))
+                del asked, sample
                 self._changed.set()
                 last = time.perf_counter()
             if count < self._skip:
@@ -149,7 +150,7 @@ class OnlineEpoch(Prefetch):
         if not self._sampled or len(under_way) >= self.extraction.extracted:
             return False
         extraction, first = self.extraction, self._sampled[0]
-        if not extraction.knows(first.ids):
+        if not extraction.knows(first.asked.ids):
             return not under_way and self._divide_anew(first)
         if extraction.undecided:
             if under_way:
@@ -158,9 +159,9 @@ class OnlineEpoch(Prefetch):
         begin = time.perf_counter()
         self._loader.beginning(first.index)
         try:
-            if not extraction.fits(first.ids):
+            if not extraction.fits(first.asked):
                 return not under_way and self._make_alone(first)
-            tickets = extraction.begin(first.ids, [one.ids for one in under_way])
+            tickets = extraction.begin(first.asked, [one.asked for one in under_way])
         except IdError as error:
             raise IdError(f"mini-batch {first.index}: {error}") from None
         if tickets is None:
@@ -188,14 +189,14 @@ class OnlineEpoch(Prefetch):
         under_way.remove(one)
         self._loader.report_stages.ended()
         begin = time.perf_counter()
-        rows = self.extraction.gather(one.tickets)
+        rows = self.extraction.gather(one.asked, one.tickets)
         self._finish(one, rows, room, begin)
         return True
 
     def _make_alone(self, one: _Sampled) -> bool:
         """Read a mini-batch for which there are too few slots, or little room, to where it is handed over; no
         other is under way."""
-        if self.extraction.would_fit(one.ids, one.index, self.held_bytes):
+        if self.extraction.would_fit(one.asked, one.index, self.held_bytes):
             return self._divide_anew(one)
         room = self._room_for(one)
         if not room:
@@ -203,7 +204,7 @@ class OnlineEpoch(Prefetch):
         stages, begin = self._loader.report_stages, time.perf_counter()
         stages.begun()
         try:
-            rows = self.extraction.gather_in_pieces(one.ids, self._arrived)
+            rows = self.extraction.gather_in_pieces(one.asked, self._arrived)
         finally:
             stages.ended()
         if not self._stop:
@@ -220,11 +221,12 @@ class OnlineEpoch(Prefetch):
 
     def _finish(self, one: _Sampled, rows: dict[str, Any], room: int, begin: float) -> None:
         gathered, stages = time.perf_counter(), self._loader.report_stages
-        ids = {self.extraction.table_of[t]: i for t, i in one.ids.items()}
-        batch = self._loader.finished(ids, one.sample, rows, one.index, named=list(one.ids) != [""])
+        given = one.asked.ids
+        ids = {self.extraction.table_of[t]: i for t, i in given.items()}
+        batch = self._loader.finished(ids, one.sample, rows, one.index, named=list(given) != [""])
         stages.add("gather", gathered - begin)
         stages.add("hand over", time.perf_counter() - gathered)
-        self._last_room = self.extraction.own_room(one.ids)
+        self._last_room = self.extraction.own_room(one.asked)
         self.numbers.append(one.index)
         self._hand_over(batch, room)
 
@@ -246,7 +248,7 @@ class OnlineEpoch(Prefetch):
         for alone in (False, True):
             if alone and not self._alone():
                 return 0
-            room = self.extraction.output_room(one.ids, alone=alone)
+            room = self.extraction.output_room(one.asked, alone=alone)
             if self._try_room(room):
                 return room
         return 0
@@ -259,9 +261,9 @@ class OnlineEpoch(Prefetch):
         extraction, held = self.extraction, self.held_bytes
         first = not extraction.buffers
         if first and self._skipped_room is not None:  # as for one that has gone through those before
-            extraction.open(one.ids, index=one.index, held_bytes=self._skipped_room)
+            extraction.open(one.asked, index=one.index, held_bytes=self._skipped_room)
         else:
-            extraction.open(one.ids, index=None if first else one.index, held_bytes=held)
+            extraction.open(one.asked, index=None if first else one.index, held_bytes=held)
         with self._lock:
             self._held, self._free = held, extraction.room_bytes - held
         return True

@@ -19,8 +19,9 @@ from featstore.errors import BudgetError, SourceError
 from featstore.hosts.kept_halo import KeptHalo
 from featstore.hosts.source import HostsRows
 from featstore.hosts.split_store import reader_of
-from featstore.loaders.online.budget import BESIDE_KEPT, DEPTH, BudgetSplit, Demand
+from featstore.loaders.online.budget import BESIDE_KEPT, DEPTH, SAMPLES_UNDER_WAY, BudgetSplit, Demand
 from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
+from featstore.loaders.online.content import Content
 from featstore.loaders.online.options import check_extraction, static_ids, static_rows
 from featstore.loaders.online.pieces import InPieces, PieceTicket
 from featstore.loaders.online.report import Counted
@@ -91,17 +92,17 @@ class Extraction:
 
     # Opening.
 
-    def open(self, ids: Ids, *, index: int | None = None, held_bytes: int = 0) -> None:
-        """Make reader and buffers for mini-batches that ask for as much as those so far, and as this one,
-        given its ids by node type. No ticket may be held.
+    def open(self, one: Content, *, index: int | None = None, held_bytes: int = 0) -> None:
+        """Make reader and buffers for mini-batches that ask for as much as those so far, and as this one.
+        No ticket may be held.
 
         ``index``: the number of a mini-batch that finds no room, or whose tables are new, after others, of
         which the loop has one that needs ``held_bytes`` of room. What was there goes, the rows in the buffers
         and what policies knew of them too; the halo stays where no table is new. Raises BudgetError, and then
         nothing has changed.
         """
-        table_of_type = self._types | self._named(ids)
-        own = self._asked_by(ids, table_of_type)
+        table_of_type = self._types | self._named(one.ids)
+        own = self._asked_by(one, table_of_type)
         asked = self._asked.or_more(own).or_more(Demand(dict.fromkeys(self._tables_kept(), 0)))
         if self._kept is None:
             self._kept = static_rows(self._static, {name: self.store.table(name) for name in asked.rows})
@@ -131,21 +132,21 @@ class Extraction:
             self._let_go()
             raise
 
-    def skip(self, ids: Ids) -> int:
+    def skip(self, one: Content) -> int:
         """Take note of a mini-batch that is let go, so that whoever goes on in the middle of an epoch has
         seen what one has seen who went through it; how much of the room it would take."""
-        self._types = self._types | self._named(ids)
-        own = self._asked_by(ids, self._types)
+        self._types = self._types | self._named(one.ids)
+        own = self._asked_by(one, self._types)
         self._asked = self._asked.or_more(own)
         return own.room_bytes
 
     def _named(self, ids: Ids) -> dict[str, str]:
         """Tables of the node types of a mini-batch."""
-        _check_types(ids)
         return {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in ids}
 
-    def _asked_by(self, ids: Ids, table_of_type: Mapping[str, str]) -> Demand:
-        return self._split.demand({table_of_type[node_type]: len(one) for node_type, one in ids.items()})
+    def _asked_by(self, one: Content, table_of_type: Mapping[str, str]) -> Demand:
+        rows = {table_of_type[node_type]: len(ids) for node_type, ids in one.ids.items()}
+        return self._split.demand(rows, one.sample_bytes)
 
     def _tables_kept(self) -> Sequence[str]:
         return list(self._static) if isinstance(self._static, Mapping) else ()
@@ -199,14 +200,17 @@ class Extraction:
 
     # Mini-batches.
 
-    def begin(self, ids: Ids, under_way: Sequence[Ids]) -> Tickets | None:
-        """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has
-        to wait for these. What is missing is asked for at once."""
-        _check_types(ids)
+    def begin(self, asked: Content, under_way: Sequence[Content]) -> Tickets | None:
+        """Tickets by table of a mini-batch, given those whose tickets are held; None where it has to wait for
+        these. What is missing is asked for at once."""
+        ids = asked.ids
         if under_way:
+            samples = asked.sample_bytes + sum(other.sample_bytes for other in under_way)
+            if samples > self._memory.get(SAMPLES_UNDER_WAY, 0):
+                return None
             for node_type, one in ids.items():
                 free = self.buffers[self.table_of[node_type]].slots_unkept
-                pinned = len(one) + sum(len(other.get(node_type, ())) for other in under_way)
+                pinned = len(one) + sum(len(other.ids.get(node_type, ())) for other in under_way)
                 if pinned > PINNED_SHARE * free:
                     return None
         assert self._bundle is not None
@@ -230,12 +234,12 @@ class Extraction:
     def _observe(self, table: str, ticket: Ticket | DeviceTicket) -> None:
         self._choices.observe(table, ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host)
 
-    def fits(self, ids: Ids) -> bool:
+    def fits(self, asked: Content) -> bool:
         """Whether there are slots for all rows of a mini-batch at once, if no other holds any, and room
         beside one as large as the largest of late."""
-        if self._asked_by(ids, self.table_of).room_bytes + self._piece_room > self.room_bytes:
+        if self.own_room(asked) + self._piece_room > self.room_bytes:
             return False
-        return all(self._slots_for(self.table_of[t], one) for t, one in ids.items())
+        return all(self._slots_for(self.table_of[t], ids) for t, ids in asked.ids.items())
 
     def _slots_for(self, table: str, ids: NDArray[np.int64]) -> bool:
         if len(ids) > self.buffers[table].slots_unkept:
@@ -243,10 +247,10 @@ class Extraction:
         slots, count = self._device_slots.get(table, len(ids)), len(self._devices)
         return len(ids) <= slots or int(np.bincount(ids % count).max()) <= slots
 
-    def would_fit(self, ids: Ids, index: int, held_bytes: int) -> bool:
+    def would_fit(self, one: Content, index: int, held_bytes: int) -> bool:
         """Whether there would be slots for all rows of a mini-batch, the largest so far, if the budget were
         divided anew."""
-        own = self._asked_by(ids, self.table_of)
+        own = self._asked_by(one, self.table_of)
         if (asked := self._asked.or_more(own)) == self._asked:
             return False
         kept = {name: len(rows) for name, rows in (self._kept or {}).items()}
@@ -273,18 +277,17 @@ class Extraction:
         """Go on with the policies that hit most on what was seen since the last time."""
         self._choices.decide()
 
-    def gather(self, tickets: Tickets) -> dict[str, Any]:
+    def gather(self, asked: Content, tickets: Tickets) -> dict[str, Any]:
         """The rows of a mini-batch by table, copied out: arrays, or tensors on a device that keeps rows. Its
         slots are given back."""
         try:
-            return self._gather(tickets)
+            return self._gather(self._output(asked), tickets)
         except BaseException:
             self._cancel(tickets)
             raise
 
-    def _gather(self, tickets: Tickets) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        at, raw = 0, self._output({name: len(ticket.ids) for name, ticket in tickets.items()})
+    def _gather(self, raw: NDArray[np.uint8], tickets: Tickets) -> dict[str, Any]:
+        at, out = 0, dict[str, Any]()
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
             end = at + len(ticket.ids) * table.row_bytes
@@ -302,12 +305,11 @@ class Extraction:
         ticket.release()
         return rows
 
-    def gather_in_pieces(self, ids: Ids, arrived: Callable[[PieceTicket], bool]) -> dict[str, Any]:
+    def gather_in_pieces(self, asked: Content, arrived: Callable[[PieceTicket], bool]) -> dict[str, Any]:
         """The rows of a mini-batch by table, as :meth:`gather` gives them, through few slots. No other ticket
         may be held. ``arrived`` waits for one, and says whether to go on; else there are no rows."""
-        out: dict[str, Any] = {}
-        at, raw = 0, self._output({self.table_of[t]: len(one) for t, one in ids.items()})
-        for node_type, one in ids.items():
+        at, raw, out = 0, self._output(asked), dict[str, Any]()
+        for node_type, one in asked.ids.items():
             name = self.table_of[node_type]
             buffer, device = self.buffers[name], self.on_devices.get(name)
             end = at + len(one) * buffer.row_bytes
@@ -320,9 +322,9 @@ class Extraction:
             at += self._split.padded(name, len(one))
         return out
 
-    def output_room(self, ids: Ids, *, alone: bool = False) -> int:
+    def output_room(self, one: Content, *, alone: bool = False) -> int:
         """The room that a mini-batch takes: that of the largest of late, whose memory it has, or its own."""
-        own = self._asked_by(ids, self.table_of)
+        own = self._asked_by(one, self.table_of)
         if alone or own.row_bytes > self._piece_bytes:
             self._outputs.shrink()
             self._piece_bytes = own.row_bytes
@@ -330,14 +332,15 @@ class Extraction:
         self._piece_room = own.room_bytes if alone else max(self._piece_room, own.room_bytes)
         return self._piece_room
 
-    def own_room(self, ids: Ids) -> int:
+    def own_room(self, one: Content) -> int:
         """How much of the room a mini-batch takes where none is left over."""
-        return self._asked_by(ids, self.table_of).room_bytes
+        return self._asked_by(one, self.table_of).room_bytes
 
-    def _output(self, rows: Mapping[str, int]) -> NDArray[np.uint8]:
-        """Memory for so many rows by table."""
-        self._asked = self._asked.or_more(self._split.demand(rows))
-        return self._outputs.take(self._split.bytes_of(rows))
+    def _output(self, one: Content) -> NDArray[np.uint8]:
+        """Memory for the rows of a mini-batch."""
+        own = self._asked_by(one, self.table_of)
+        self._asked = self._asked.or_more(own)
+        return self._outputs.take(self._split.bytes_of(own.rows))
 
     # Caches on disk.
 
@@ -392,9 +395,3 @@ def _close_levels(buffers: Mapping[str, Any], on_devices: Mapping[str, Any], rea
         level.close()
     if reader is not None:
         reader.close()
-
-
-def _check_types(ids: Ids) -> None:
-    """Raise SourceError for a mini-batch without any node type."""
-    if not ids:
-        raise SourceError("a mini-batch has no node type at all: nodes= must return ids, or {table: ids}")

@@ -7,7 +7,8 @@ what is in none), the *trainer* (the loop), and the *releaser* (rows are copied 
 are there, and their slots given back). Several mini-batches are extracted at once, so that the device has
 reads while others are assembled and trained on; all queues are bounded.
 
-**Memory.** One budget covers the readers, the rows handed over, and, with all the rest, the buffers' slots.
+**Memory.** One budget covers the readers, the rows handed over, edges and the like of mini-batches that are
+sampled here, and, with all the rest, the buffers' slots.
 How large mini-batches are is seen from those that come. One that is larger waits until others are gone; where
 there is no room for it beside the loop's, or its table is new, the budget is divided anew, and the buffers
 begin empty. With less memory fewer mini-batches are under way, and with little each goes through few slots in
@@ -142,6 +143,8 @@ class OnlineLoader(PrefetchingLoader):
             self._transfer = Transfer(devices[0])
             self.extraction.output_memory = self._transfer.memory
         self._report: LoaderReport | None = None
+        #: Whether mini-batches are sampled here, so that what they hold beside rows is of the budget, too.
+        self.samples = False
         #: Told of the epoch and number of each mini-batch before its rows are asked for.
         self.on_begin: Callable[[int, int], None] = lambda epoch, index: None
         self._epoch = 0

@@ -10,7 +10,7 @@ looked at in that epoch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from featstore.errors import ArgumentError
 from featstore.hosts.ahead import Ahead
 from featstore.hosts.halo import halo_count_of
 from featstore.loaders.divided import GivenShare
+from featstore.loaders.online.content import sampled_arrays
 from featstore.loaders.prefetch import Sampler, epoch_of, parts_of
 from featstore.sampling.batches import RankedBatches, SampledBatches
 from featstore.sampling.disk_sampler import DiskSampler
@@ -145,7 +146,7 @@ class Lookahead:
         return drawn_by is not None and not from_disk and self._room > 0
 
     def _keep(self, step: int, sample: Any) -> None:
-        byte_count = _bytes_of(vars(sample)) + _OBJECT_BYTES
+        byte_count = sum(array.nbytes for array in sampled_arrays(sample)) + _OBJECT_BYTES
         if byte_count <= self._room and step > self._step:
             self._kept[step] = sample, byte_count
             self._room -= byte_count
@@ -193,15 +194,6 @@ class Lookahead:
         """The rows that are asked for from now on are of this mini-batch."""
         if epoch in self._begins:
             self.ahead.begin(self._begins[epoch] + index)
-
-
-def _bytes_of(value: Any) -> int:
-    """What arrays take, in mappings and lists, too."""
-    if isinstance(value, Mapping):
-        return sum(map(_bytes_of, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_bytes_of, value))
-    return int(getattr(value, "nbytes", 0))
 
 
 def _remote_bytes(store: WholeStore, table: Table, share: RankedBatches | GivenShare) -> int:
