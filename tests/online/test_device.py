@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import featstore
 from featstore.base.dtypes import bfloat16
 from featstore.errors import ArgumentError, BudgetError, CancelledError, FeatstoreError, IdError, SourceError
+from featstore.loaders.online.extraction import Extraction
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.saved import SavedCache
@@ -216,6 +217,34 @@ def test_several_tables(tmp_path: Path) -> None:
             for name, source in tables.items():
                 np.testing.assert_array_equal(batch.x[name].numpy(), source[ids[name]])
         assert set(loader.report().devices) == set(tables)
+
+
+def test_what_waits_for_slots_of_a_device_is_not_begun_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second table's are taken, and what the first one gives back is not what it waits for."""
+    tables = {"paper": rows_of(5000, (9,), np.int16, 1), "author": rows_of(2000, (33,), np.uint8, 2)}
+    rng = np.random.default_rng(5)
+    same = rng.permutation(5000)[:80]  # which are there
+    batches = [{"paper": same, "author": rng.permutation(2000)[:40]} for _ in range(9)]
+    begun, begin = [], Extraction.begin
+
+    def counted(self: Extraction, *asked: Any) -> Any:
+        begun.append(begin(self, *asked))
+        return begun[-1]
+
+    monkeypatch.setattr(Extraction, "begin", counted)
+    options: dict[str, Any] = {"device": "cpu", "device_memory": 90 * 18 + 45 * 33}
+    with (
+        featstore.pack(tmp_path / "s", tables) as store,
+        OnlineLoader(store, batches, memory="32MiB", **options) as loader,
+    ):
+        for batch, ids in zip(loader, batches, strict=True):
+            time.sleep(0.05)
+            for name, source in tables.items():
+                np.testing.assert_array_equal(batch.x[name].numpy(), source[ids[name]])
+    assert None in begun  # some had to wait
+    assert len(begun) < 20 * len(batches)
 
 
 def test_the_memory_it_names_works(store: Any, x: np.ndarray) -> None:

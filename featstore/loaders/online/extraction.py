@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.bell import Bell
 from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.errors import BudgetError, SourceError
 from featstore.hosts.kept_halo import KeptHalo
@@ -79,6 +80,7 @@ class Extraction:
         self.on_devices: dict[str, DeviceBuffer] = {}  # levels above these
         self.table_of: dict[str, str] = {}
         self.on_change: Callable[[], None] = lambda: None
+        self._changed = Bell(lambda: self.on_change())
         self._choices = Choices()
         self._reader: Reader | HostsRows | None = None
         self._bundle: Bundle | None = None  # over it
@@ -195,7 +197,7 @@ class Extraction:
         if "choosing a policy" in self._memory:
             tables = [self.store.tables[name] for name in self._asked.rows]
             self._choices.add(table, buffer, choosing_bytes(tables, self.memory_bytes)[table])
-        buffer.on_change = lambda: self.on_change()
+        buffer.on_change = self._changed.ring
         return buffer
 
     # Mini-batches.
@@ -216,7 +218,8 @@ class Extraction:
         assert self._bundle is not None
         tickets: dict[str, Ticket | DeviceTicket] = {}
         try:
-            with self._bundle.together():
+            # what is given back where there are too few slots is nothing to begin it again for
+            with self._changed.silent(), self._bundle.together():
                 for node_type, one in ids.items():
                     table = self.table_of[node_type]
                     begun = (self.on_devices.get(table) or self.buffers[table]).begin(one)
