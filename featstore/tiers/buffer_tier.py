@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from featstore.errors import BudgetError, CancelledError, ClosedError
 from featstore.storage.store import Table
 from featstore.tiers import PolicyNow, RowSource, Tier, source_tables
 from featstore.tiers.buffer import FeatureBuffer
-from featstore.tiers.bundle import Bundle
+from featstore.tiers.bundle import Bundle, in_turns
 from featstore.tiers.chosen import FIRST_POLICY, Choices, choosing_bytes, slot_cost
 from featstore.tiers.over import OverSource
 from featstore.tiers.saved import USES, SavedCache
@@ -48,7 +47,8 @@ from featstore.units import parse_bytes
 BUFFER_POLICIES = tuple(name for name in layout.POLICIES if name not in ("min", "static"))
 #: What a policy can be told, see :func:`featstore.tiers.slots.layout.make_slot_map`.
 POLICY_OPTIONS = {"s3-fifo": ("small",), "score": ("resident", "gamma", "delta", "alpha")}
-_THREADS = 8  # requests that wait for rows at once
+_THREADS = 8  # pieces that wait for rows at once
+_TOGETHER = 4  # of as many tables, at most, that are asked for together: others can be so meanwhile
 _PIECE_IDS_MIN, _PIECE_IDS_MAX = 256, 1 << 16
 _TICKET_BYTES = 40  # of an id that is under way: ids, slots, what was missed
 _TICKETS_SHARE = 16  # of the memory, at most, is for these
@@ -273,11 +273,11 @@ class BufferTier(OverSource):
         """Take slots, and have the rows copied out when they are there: by whoever asks (``here``), if they
         are there now. Raises interrupts of who asks. Of several jobs, each of another table, nothing is read
         before all have slots: so all have their permits first, and none waits for another."""
-        for job in jobs:
-            self._tickets.acquire()
-            job.on_end = self._tickets.release
-        bundle = Bundle(self._below) if len(jobs) > 1 else None
         try:
+            bundle = Bundle(self._below) if len(jobs) > 1 else None
+            for job in jobs:
+                self._tickets.acquire()
+                job.on_end = self._tickets.release
             with (
                 self._taking_slots if self.policy == "auto" else nullcontext(),
                 nullcontext() if bundle is None else bundle.together(),
@@ -361,11 +361,10 @@ class BufferTier(OverSource):
 
 
 def _together(jobs: Mapping[str, Sequence[_Job]]) -> Iterator[list[_Job]]:
-    """Jobs that take slots at once, by one turn: one of each table, as many as have permits."""
-    for of_tables in zip_longest(*jobs.values()):
-        one_each = [job for job in of_tables if job is not None]
-        for low in range(0, len(one_each), _THREADS):
-            few = one_each[low : low + _THREADS]
+    """Jobs that take slots at once, by one turn: one of each table."""
+    for one_each in in_turns(jobs):
+        for low in range(0, len(one_each), _TOGETHER):
+            few = one_each[low : low + _TOGETHER]
             for job in few:
                 job.turn = few[0].turn
             yield few

@@ -6,10 +6,10 @@ mini-batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from featstore.errors import CancelledError
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
 
+_Piece = TypeVar("_Piece")
+
 
 class _Asked(NamedTuple):
     """Of one who asks."""
@@ -25,7 +27,7 @@ class _Asked(NamedTuple):
     request: Request
     ids: Mapping[str, Any]
     out: Mapping[str, Any]
-    at: Mapping[str, Any]
+    at: Mapping[str, Any] | None
 
 
 class _Share:
@@ -68,7 +70,6 @@ class Bundle(OverSource):
             held = self._held
             new = held is not None and not any(one.ids.keys() & ids.keys() for one in held)
             if held is not None and new and out is not None:
-                at = _in_order(ids) if at is None else at
                 request = Request(lambda: out)
                 held.append(_Asked(request, ids, out, at))
                 return request
@@ -104,7 +105,7 @@ class Bundle(OverSource):
             below = self._below.submit(
                 {name: ids for one in wanted for name, ids in one.ids.items()},
                 out={name: rows for one in wanted for name, rows in one.out.items()},
-                at={name: places for one in wanted for name, places in one.at.items()},
+                at=_places(wanted),
             )
             left = [len(wanted)]
             for one in wanted:
@@ -128,9 +129,21 @@ class Bundle(OverSource):
         return f"<Bundle over {self._below!r}>"
 
 
-def _in_order(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Places of rows that go where their ids are."""
-    return {name: np.arange(len(wanted), dtype=np.int32) for name, wanted in ids.items()}
+def _places(wanted: Sequence[_Asked]) -> dict[str, Any] | None:
+    """Where rows go; None where all go where their ids are."""
+    if all(one.at is None for one in wanted):
+        return None
+    places: dict[str, Any] = {}
+    for one in wanted:
+        own = {name: np.arange(len(ids), dtype=np.int32) for name, ids in one.ids.items()}
+        places |= own if one.at is None else one.at
+    return places
+
+
+def in_turns(of_tables: Mapping[str, Sequence[_Piece]]) -> Iterator[list[_Piece]]:
+    """Pieces of tables: the first of each, the second of each, and so on."""
+    for number in range(max(map(len, of_tables.values()), default=0)):
+        yield [pieces[number] for pieces in of_tables.values() if number < len(pieces)]
 
 
 def _cancelled(request: Request) -> bool:

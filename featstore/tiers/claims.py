@@ -132,10 +132,10 @@ class Claims:
         if reader is not None:
             check_reader(reader)
         deadline = _deadline(timeout)
-        me = threading.current_thread()
+        me, reads = threading.current_thread(), self._reader if reader is None else reader
         try:
             with self._awaited() as wake:
-                while not self._run(self._take, ticket, reader or self._reader):
+                while not self._run(self._take, ticket, reads):
                     self._wait(wake, deadline, "slots that other tickets hold")
             return ticket
         except BaseException:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError, MissingPackageError
+from featstore.errors import ArgumentError, CancelledError, ClosedError, MissingPackageError
 
 try:
     import torch
@@ -26,7 +25,6 @@ except ImportError as error:
     ) from error
 
 from featstore.arguments import as_choice, as_device
-from featstore.base.buffers import empty_rows
 from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, is_tensor
@@ -37,14 +35,15 @@ from featstore.engine.request import Request, in_pieces
 from featstore.storage.store import Table
 from featstore.tiers import PolicyNow, RowSource, Tier, source_tables, table_shares
 from featstore.tiers.buffer_tier import BUFFER_POLICIES
-from featstore.tiers.bundle import Bundle
+from featstore.tiers.bundle import Bundle, in_turns
 from featstore.tiers.device import DeviceBuffer, DeviceTicket
+from featstore.tiers.landing import Landed, LandingTable
 from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
 from featstore.tiers.tickets import BufferStats
 from featstore.units import parse_bytes
 
-_DEPTH = 3  # pieces that are under way at once
+_DEPTH = 4  # pieces that are under way at once: two of each of two requests
 _LANDING_BYTES = 16 * 2**20  # of rows from below for one piece, at most, unless one row is larger
 _PIECE_IDS = 1 << 16  # of a table that is there as a whole
 _WAITING = 16  # requests that wait or are under way; a further one blocks
@@ -94,53 +93,6 @@ def _landing_bytes(table: Table) -> int:
     return max(min(_LANDING_BYTES, table.data_bytes), table.row_bytes)
 
 
-class _Landed:
-    """Rows that were asked of the source below, and the memory in which they land."""
-
-    def __init__(self, request: Request, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-        self.request, self.ids, self.rows = request, ids, rows
-
-    def done(self) -> bool:
-        return self.request.done()
-
-    def cancel(self) -> None:
-        self.request.cancel()
-
-    def release(self) -> None:
-        """Nothing is held but memory, which goes when the read has ended."""
-
-
-class _Below:
-    """One table of the source below, as a :class:`~featstore.tiers.device.Host`."""
-
-    slots_unkept = 2**31 - 1
-
-    def __init__(self, below: RowSource, name: str) -> None:
-        self._source, self._table = below, below.store.table(name)
-        self.dtype = dtype_from_name(self._table.entry.dtype)
-        self.row_shape, self.row_bytes = self._table.row_shape, self._table.row_bytes
-
-    def check_ids(self, ids: NDArray[np.int64]) -> None:
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self._table.rows:
-            raise IdError(
-                f"a node id is out of range: table {self._table.name!r} has {self._table.rows:,} rows"
-            )
-
-    def begin(self, ids: NDArray[np.int64]) -> _Landed:
-        raw = empty_rows(len(ids), self.row_bytes)
-        rows = raw.view(self.dtype).reshape(len(ids), *self.row_shape)
-        name = self._table.name
-        return _Landed(self._source.submit({name: ids}, out={name: rows}), ids, rows)
-
-    def gather(self, ticket: _Landed, out: NDArray[Any]) -> None:
-        ticket.request.result()
-        out[...] = ticket.rows
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        yield
-
-
 class _Job:
     """A piece of a request: rows that are on the devices at once."""
 
@@ -151,6 +103,10 @@ class _Job:
         self.ticket: DeviceTicket | None = None
         self.error: BaseException | None = None
         self.cancelled, self._turn = False, Turn()
+
+    def goes_with(self, other: _Job) -> bool:
+        """Whether they are of one request, and of tables that can be asked for together."""
+        return self.request is other.request and self.table != other.table
 
     def claim(self) -> bool:
         """Whether it is for the thread of the devices to go on with it."""
@@ -168,7 +124,7 @@ class _Job:
     def landed(self) -> Iterator[Request]:
         """What was asked of the source below."""
         for landed in self.ticket.asked() if self.ticket is not None else ():
-            assert isinstance(landed, _Landed)
+            assert isinstance(landed, Landed)
             yield landed.request
 
 
@@ -191,7 +147,7 @@ class DeviceTier(OverSource):
         self._transfer = Transfer(self.device)
         with self._transfer.within():  # where they are used
             self._levels = {
-                name: DeviceBuffer(_Below(below, name), devices, slots=count, policy=policy)
+                name: DeviceBuffer(LandingTable(below, name), devices, slots=count, policy=policy)
                 for name, count in slots.items()
             }
         self._step: dict[str, int] = {}
@@ -228,12 +184,15 @@ class DeviceTier(OverSource):
         def hand_over(request: Request) -> None:
             limit.acquire()
             request.add_done_callback(lambda _: limit.release())
+            of_tables = dict[str, list[tuple[_Job, Any]]]()
             for name, wanted in ids.items():
                 step, target = self._step[name], self._target(filled[name], name)
+                of_tables[name] = made = []
                 for low in range(0, len(wanted), step):
                     part = slice(low, min(low + step, len(wanted)))
                     places = part if at is None else at[name][part]
-                    pieces.append((_Job(request, name, wanted[part], places, asked), target))
+                    made.append((_Job(request, name, wanted[part], places, asked), target))
+            pieces.extend(piece for few in in_turns(of_tables) for piece in few)
             for job, _ in pieces:
                 request.open_piece(job)
             self._todo.extend(pieces)  # at once, so that they are begun together
@@ -310,7 +269,7 @@ class DeviceTier(OverSource):
     def _begin_some(self, begun: deque[tuple[_Job, Any]]) -> bool:
         """Begin the next piece, or two of a request, which ask for what they lack together, where there is
         room for them; whether there was."""
-        pair = len(self._todo) > 1 and self._todo[0][0].request is self._todo[1][0].request
+        pair = len(self._todo) > 1 and self._todo[0][0].goes_with(self._todo[1][0])
         new: list[_Job] = []
         try:
             with self._bundle.together():

@@ -4,6 +4,7 @@ another has not asked for yet, however few slots there are, and whatever fails b
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,16 +126,40 @@ def test_what_fails_below_fails_alone(store: Any, arrays: Any, name: str) -> Non
     assert set(outcomes) == {"rows", "the disk"}
 
 
+def test_a_device_asks_for_two_tables_of_two_requests_at_once(store: Any, arrays: Any) -> None:
+    pytest.importorskip("torch")
+    disk, names = Later(store, arrays), ["t0", "t1"]
+    tier = featstore.Device("cpu", "1MiB").over(disk, 64 << 20)
+    try:
+        asked = [{name: np.arange(low, low + 20) for name in names} for low in (0, 50)]
+        requests = [tier.submit(ids, out=None) for ids in asked]
+        give_up = time.monotonic() + SECONDS
+        while disk.several < 2 and time.monotonic() < give_up:
+            time.sleep(0.001)
+        assert (disk.several, disk.alone) == (2, 0)
+        assert not any(request.done() for request in requests)
+        with disk.ending():
+            for request, ids in zip(requests, asked, strict=True):
+                for name, rows in request.result(SECONDS).items():
+                    assert np.array_equal(np.asarray(rows), arrays[name][ids[name]])
+            one = {"t0": np.arange(3), "t1": np.arange(50, 55)}  # of which the first is there
+            tier.submit({"t0": np.arange(3), "t1": np.arange(100, 105)}, out=None).result(SECONDS)
+            tier.submit(one, out=None).result(SECONDS)  # and all of it
+        assert (disk.several, disk.alone) == (2, 1)
+    finally:
+        tier.close()
+
+
 def test_a_request_for_all_tables_is_as_few_below_as_may_be(store: Any, arrays: Any) -> None:
-    """As many tables as rows may be waited for are one request."""
+    """Four tables are one request, so that another can be under way meanwhile."""
     disk = Later(store, arrays)
     with disk.ending():
         spec = Buffer("lru")
         tier = spec.over(disk, spec.least_bytes(list(store.tables.values())) + (1 << 20))
         try:
             tier.submit({name: np.arange(20) for name in arrays}, out=None).result(SECONDS)
-            assert (disk.several, disk.alone) == (2, 0)
+            assert (disk.several, disk.alone) == (3, 0)
             tier.submit({name: np.arange(20) for name in arrays}, out=None).result(SECONDS)
-            assert (disk.several, disk.alone) == (2, 0)  # all are there
+            assert (disk.several, disk.alone) == (3, 0)  # all are there
         finally:
             tier.close()
