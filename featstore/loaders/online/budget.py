@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from featstore.base.buffers import ALIGNMENT
 from featstore.errors import BudgetError
+from featstore.hosts.split_store import WholeStore
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.tiers.chosen import choosing_bytes, slot_cost
@@ -39,6 +40,7 @@ _BYTES_PER_ID = 8 * _EXIST
 SAMPLES_EXIST = _EXIST + 1  # the same of samples, and the copy of edges that the loop or a device has
 SAMPLES_UNDER_WAY = "samples under way"  # of the parts, edges and the like of those that have slots
 _CLAIM_BYTES_PER_ID = 40  # of those under way: ids, slots, what was missed
+_ASKED_BYTES_PER_ID = 48  # the same, of rows that are asked of another host
 BESIDE_KEPT = 2  # mini-batches for which there are slots beside rows kept for good
 _ROWS_LEAST = 1024  # of a table, for which slots are made whatever mini-batches have had of it
 _PIECES_BYTES = 1 << 20  # of slots through which mini-batches go in pieces, at least
@@ -101,6 +103,8 @@ class BudgetSplit:
             extracted,
         )
         self._cost = slot_cost(policy)
+        several = isinstance(store, WholeStore) and store.place.hosts > 1
+        self._claim_bytes = _CLAIM_BYTES_PER_ID + _ASKED_BYTES_PER_ID * several
         self._reader_bytes, self._verify = reader_bytes, verify
         self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
 
@@ -130,7 +134,7 @@ class BudgetSplit:
             if self._left(parts, whole, 0) >= 0:
                 return self._filled(asked, whole, devices, parts, 0)
         parts = self._parts(tables, asked, devices, 2, whole=False)
-        claim = _CLAIM_BYTES_PER_ID  # what goes in pieces is known while it has slots, which none kept has
+        claim = self._claim_bytes  # what goes in pieces is known while it has slots, which none kept has
         parts["under way"] -= claim * sum(kept.values())
         least = self._piece_slots(tables, asked, kept, _PIECES_BYTES)
         left = self._left(parts, least, claim)
@@ -173,7 +177,7 @@ class BudgetSplit:
         """Bytes of all but the slots, with room for so many mini-batches. Not ``whole``: they go through the
         slots in pieces; then the reader is as small as can be, and no policy is chosen."""
         memory_bytes = self._memory_bytes
-        claims = _CLAIM_BYTES_PER_ID * self._extracted * whole
+        claims = self._claim_bytes * self._extracted * whole
         parts = {
             "reader": own_bytes(memory_bytes if whole else 1, self._needs(tables), self._reader_bytes),
             "handed over": int(room * asked.room_bytes),
