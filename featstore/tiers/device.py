@@ -143,10 +143,6 @@ class DeviceTicket:
         """Whether :meth:`DeviceBuffer.gather` would not wait. Raises what the host's buffer raises."""
         return self._buffer._done(self)
 
-    def asked(self) -> Iterator[HostTicket]:
-        """What was asked of the host."""
-        return (fill.host for fill in self._fills if fill.host is not None)
-
     def release(self) -> None:
         """Give the slots back; a host's read under way goes on, but its rows are not put on the devices. May
         be called more than once."""

@@ -9,7 +9,7 @@ copied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from featstore.tiers import PolicyNow, RowSource, Tier, source_tables, table_sha
 from featstore.tiers.buffer_tier import BUFFER_POLICIES
 from featstore.tiers.bundle import Bundle, in_turns
 from featstore.tiers.device import DeviceBuffer, DeviceTicket
-from featstore.tiers.landing import Landed, LandingTable
+from featstore.tiers.landing import LandingTable
 from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
 from featstore.tiers.tickets import BufferStats
@@ -121,12 +121,6 @@ class _Job:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def landed(self) -> Iterator[Request]:
-        """What was asked of the source below."""
-        for landed in self.ticket.asked() if self.ticket is not None else ():
-            assert isinstance(landed, Landed)
-            yield landed.request
-
 
 class DeviceTier(OverSource):
     """Rows on ``devices``, so many ``slots`` of each table on each, over ``below``. Results are tensors on
@@ -144,12 +138,12 @@ class DeviceTier(OverSource):
         super().__init__(below)
         self._bundle = below = Bundle(below)
         self.device = torch.device(devices[0])
-        self._transfer = Transfer(self.device)
+        self._transfer, self._wake = Transfer(self.device), Wake()
+        self._levels: dict[str, DeviceBuffer] = {}
         with self._transfer.within():  # where they are used
-            self._levels = {
-                name: DeviceBuffer(LandingTable(below, name), devices, slots=count, policy=policy)
-                for name, count in slots.items()
-            }
+            for name, count in slots.items():
+                host = LandingTable(below, name, self._wake.set)
+                self._levels[name] = DeviceBuffer(host, devices, slots=count, policy=policy)
         self._step: dict[str, int] = {}
         self._landing = 0
         for name, count in slots.items():
@@ -164,7 +158,6 @@ class DeviceTier(OverSource):
         self._staging = self._transfer.memory(self._landing)
         self._todo: deque[tuple[_Job, Any]] = deque()
         self._under_way = Permits(_WAITING)
-        self._wake = Wake()
         self._worker = Worker(self._run, "featstore-device-tier")
         self._worker.start()
 
@@ -246,7 +239,7 @@ class DeviceTier(OverSource):
         while not (self._closed and not self._todo and not begun):
             if self._begin_some(begun):
                 pass
-            elif begun:
+            elif begun and self._has_come(begun[0][0]):
                 job, target = begun.popleft()
                 self._finish(job, target)
                 if job.error is not None:
@@ -254,6 +247,16 @@ class DeviceTier(OverSource):
                 del job, target  # through which this thread would hold who asked
             else:
                 self._wake.wait(1.0)
+
+    @staticmethod
+    def _has_come(job: _Job) -> bool:
+        """Whether nothing of a piece is on its way any more. Rows that another was to bring may be asked for
+        anew."""
+        try:
+            return job.error is not None or job.ticket is None or job.ticket.done()
+        except BaseException as error:
+            job.error = error
+            return True
 
     @staticmethod
     def _take_over(begun: Iterable[tuple[_Job, Any]]) -> None:
@@ -293,7 +296,7 @@ class DeviceTier(OverSource):
         return job.cancelled or job.error is not None or job.ticket is not None
 
     def _finish(self, job: _Job, target: torch.Tensor) -> None:
-        """Wait for the rows of a piece, put them together and hand them over."""
+        """Put the rows of a piece together and hand them over."""
         try:
             if job.error is not None:
                 raise job.error
@@ -308,9 +311,6 @@ class DeviceTier(OverSource):
 
     def _put_together(self, job: _Job, ticket: DeviceTicket, target: torch.Tensor) -> None:
         level = self._levels[job.table]
-        while not ticket.done():  # a row that another piece was to bring may be asked for anew
-            for request in job.landed():
-                request.exception()
         if job.cancelled:
             raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
         rows = level.gather(ticket, self._staging).to(target.device)

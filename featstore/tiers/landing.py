@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,12 +33,13 @@ class Landed:
 
 
 class LandingTable:
-    """One table of the source below, as a :class:`~featstore.tiers.device.Host`."""
+    """One table of the source below, as a :class:`~featstore.tiers.device.Host`. ``landed`` is called when
+    rows are there, or will not come; it must not wait."""
 
     slots_unkept = 2**31 - 1
 
-    def __init__(self, below: RowSource, name: str) -> None:
-        self._source, self._table = below, below.store.table(name)
+    def __init__(self, below: RowSource, name: str, landed: Callable[[], None]) -> None:
+        self._source, self._table, self._landed = below, below.store.table(name), landed
         self.dtype = dtype_from_name(self._table.entry.dtype)
         self.row_shape, self.row_bytes = self._table.row_shape, self._table.row_bytes
 
@@ -54,7 +55,9 @@ class LandingTable:
         name = self._table.name
         if not len(ids):  # which waits for nobody
             return Landed(answered(rows), ids, rows)
-        return Landed(self._source.submit({name: ids}, out={name: rows}), ids, rows)
+        landed, request = self._landed, self._source.submit({name: ids}, out={name: rows})
+        request.add_done_callback(lambda _: landed())
+        return Landed(request, ids, rows)
 
     def gather(self, ticket: Landed, out: NDArray[Any]) -> None:
         ticket.request.result()

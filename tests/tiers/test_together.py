@@ -147,7 +147,8 @@ def test_a_device_asks_for_two_tables_of_two_requests_at_once(store: Any, arrays
             tier.submit(one, out=None).result(SECONDS)  # and all of it
         assert (disk.several, disk.alone) == (2, 1)
     finally:
-        tier.close()
+        with disk.ending():
+            tier.close()
 
 
 def test_a_request_for_all_tables_is_as_few_below_as_may_be(store: Any, arrays: Any) -> None:
