@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing as mp
 import os
 import random
+import signal
 import socket
 import stat
 import threading
@@ -68,6 +70,7 @@ def be_host(
     """Read or train until something goes wrong. ``cut_after``: seconds until this host's lines are cut.
     ``ranks``: of each host, which share a loader. ``slowly``: it takes a second to make that loader, once all
     ranks of the host have met."""
+    faulthandler.register(signal.SIGUSR1)  # says where one is that should have ended
     if slowly:
         host_mode.HostService = partial(slow_service, name, rank)  # type: ignore[misc, assignment]
     os.chdir(folder)
@@ -130,11 +133,17 @@ def work(
                         os.replace(f"{name}.state.{rank}.new", f"{name}.state.{rank}")
 
 
+KEPT = "8KiB", featstore.Buffer("lru", "160KiB"), featstore.MassiveGNN(0.25, delta=2), None
+
+
+def kept_by(name: str) -> int:
+    """The number of what is kept of other hosts' rows where this is the name."""
+    return random.Random(f"halo of {name}").choice(range(len(KEPT)))
+
+
 def loader_of(store: Any, name: str = "", **options: Any) -> Any:
     """With a ``name`` it keeps rows of other hosts in a way that follows from it."""
-    kept = "8KiB", featstore.Buffer("lru", "160KiB"), featstore.MassiveGNN(0.25, delta=2), None
-    halo = random.Random(f"halo of {name}").choice(kept) if name else None
-    options |= {"halo": halo} if halo is not None else {}
+    options |= {"halo": KEPT[kept_by(name)]} if name and KEPT[kept_by(name)] is not None else {}
     return store.loader(seeds="train", fanouts=(4, 3), batch_size=10, memory="48MiB", **options)
 
 

@@ -35,7 +35,7 @@ from featstore.hosts.places import HostPlace
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
 TURN = os.environ["TEST_TURN"]
 TIMEOUT_SECONDS, GRACE_SECONDS = 3, 8  # the grace is of a machine that has other things to do
-START_SECONDS = 40.0
+START_SECONDS, COMPILE_SECONDS = 40.0, 120.0
 KINDS = ["SIGKILL", "SIGSTOP", "cut"]
 
 
@@ -48,25 +48,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def context(folder: Path) -> Any:
-    """What makes hosts. Two have read once, so that in no test kernels are compiled while its time runs."""
+    """What makes hosts. Some have read and trained once, with whatever is kept of others' rows, so that in no
+    test kernels are compiled while its time runs."""
     made = fault_hosts.forked_from(folder)
-    processes = [
-        made.Process(target=fault_hosts.be_host, args=(rank, 2, str(folder), "before", False, None))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        wait_for([folder / f"before.open.{rank}" for rank in range(2)])
-    finally:
+    named = {fault_hosts.kept_by(name): name for name in (f"before-{n}" for n in range(100))}
+    assert len(named) == len(fault_hosts.KEPT)
+    for name, train in [("before", False), *((name, True) for name in named.values())]:
+        processes = [
+            made.Process(target=fault_hosts.be_host, args=(rank, 2, str(folder), name, train, None))
+            for rank in range(2)
+        ]
         for process in processes:
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            wait_for([folder / f"{name}.open.{rank}" for rank in range(2)], COMPILE_SECONDS)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
     return made
 
 
-def wait_for(paths: list[Path]) -> None:
-    end = time.monotonic() + START_SECONDS
+def wait_for(paths: list[Path], seconds: float = START_SECONDS) -> None:
+    end = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < end, "hosts have not begun"
         time.sleep(0.01)
@@ -107,6 +111,10 @@ def fault(
             processes[victim].join(GRACE_SECONDS)
             assert processes[victim].exitcode == 1
         codes = [processes[rank].exitcode for rank in others]
+        late = [rank for rank in others if codes[others.index(rank)] is None]
+        for rank in late:
+            os.kill(processes[rank].pid, signal.SIGUSR1)
+        time.sleep(bool(late))
         assert codes == [1] * len(others), (kind, name, codes)
     finally:
         for process in processes:
