@@ -154,8 +154,8 @@ class LinkNeighborLoader:
             edges = edge_table_of(data, of.name, options.get("mode"))
             tables = {of.table.name: data.tables[of.table.name]}
         place = data.place if isinstance(data, WholeStore) else None
-        if place is not None and place.ranks == 1:
-            on_host(options.pop("shared", False), options, place, 0)
+        if isinstance(data, WholeStore) and data.place.ranks == 1:
+            on_host(options.pop("shared", False), options, data)
         shared = options.get("shared", False) is not False or (place is not None and place.ranks > 1)
         asked = {"num_neighbors": canonical(num_neighbors), "seed": seed, "graph": of.name} | plainly(said)
         alike = _alike(self._type, ends, negatives, given, asked)

@@ -43,7 +43,7 @@ class Opening:
         Raises PeerError where some do not come in time, or have failed."""
         self.place, self._timeout = place, timeout_seconds
         self._patience = self._left = WIRE_PATIENCE * timeout_seconds
-        self._meeting = Rendezvous(_store(), place.leaders[place.machine], place.leaders)
+        self._meeting = Rendezvous(default_store(), place.leaders[place.machine], place.leaders)
         with _one_at_a_time:
             self._reach(self._meeting, "come", "has not come")
 
@@ -53,7 +53,7 @@ class Opening:
         import torch
         import torch.distributed.distributed_c10d as c10d
 
-        place, meeting, store = self.place, self._meeting, _store()
+        place, meeting, store = self.place, self._meeting, default_store()
         assert place is not None
         assert meeting is not None
         self._reach(meeting, "ready", "has come, and has not opened its part")
@@ -78,7 +78,7 @@ class Opening:
 
         try:
             # gloo tries a host that died while it was meeting the others five times, each for all that.
-            (up, down), parts = _within(_MORE_PATIENCE * seconds, connect)
+            (up, down), parts = within(_MORE_PATIENCE * seconds, connect)
         except (RuntimeError, TimeoutError) as error:
             why = first_line(error) if str(error) else "it was there, and did not answer"
             others = [rank for rank in place.leaders if rank != place.leaders[place.machine]]
@@ -97,7 +97,7 @@ class Opening:
         place, left, begin = self.place, self._left, time.monotonic()
         assert place is not None
         try:
-            missing = _within(_MORE_PATIENCE * left + self._timeout / 10, lambda: meeting.reach(stage, left))
+            missing = within(_MORE_PATIENCE * left + self._timeout / 10, lambda: meeting.reach(stage, left))
         except HasFailed as said:
             reason, machine = decode_error(said.why.encode()), said.rank // place.ranks
             reason.add_note(f"on host {machine} (rank {said.rank})")
@@ -122,8 +122,8 @@ class Opening:
         known = isinstance(error, PeerError) and not (self._meeting is not None and self._meeting.heard)
         if error is None or known or self._over:
             return
-        dist, place = loaded("torch.distributed", "get_rank"), self.place
-        if dist is None or not dist.is_available() or not dist.is_initialized():
+        place = self.place
+        if not has_begun():
             return
         if place is not None and (place.hosts == 1 or not place.leads):
             return
@@ -135,16 +135,23 @@ class Opening:
 
         if self._meeting is None:
             ranks = range(dist.get_world_size()) if self.place is None else self.place.leaders
-            self._meeting = Rendezvous(_store(), dist.get_rank(), ranks)
+            self._meeting = Rendezvous(default_store(), dist.get_rank(), ranks)
         meeting, why = self._meeting, encode_error(error, "the opening of its store").decode()
         if _one_at_a_time.acquire(timeout=seconds):
             try:
-                _within(_MORE_PATIENCE * seconds, lambda: meeting.fail(why, seconds))
+                within(_MORE_PATIENCE * seconds, lambda: meeting.fail(why, seconds))
             finally:
                 _one_at_a_time.release()
 
 
-def _store() -> Any:
+def has_begun() -> bool:
+    """Whether ``torch.distributed`` has been started."""
+    dist = loaded("torch.distributed", "get_rank")
+    return dist is not None and bool(dist.is_available() and dist.is_initialized())
+
+
+def default_store() -> Any:
+    """The store of ``torch.distributed``."""
     import torch.distributed.distributed_c10d as c10d
 
     return c10d._get_default_store()
@@ -157,7 +164,7 @@ def _absent(place: HostPlace, ranks: list[int], late: str, seconds: float, why: 
     return PeerError(ranks[0] // place.ranks, ranks[0], what)
 
 
-def _within(seconds: float, make: Callable[[], Any]) -> Any:
+def within(seconds: float, make: Callable[[], Any]) -> Any:
     """What ``make`` gives, in a thread, which is left to itself where it takes longer: then TimeoutError."""
     reply = Reply()
 

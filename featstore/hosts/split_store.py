@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from featstore.arguments import Named, as_path, check_options
 from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreWarning, SourceError
+from featstore.hosts.beside import Beside
 from featstore.hosts.copies import DiskCopies
 from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.lists import ListsOfHost, graphs_of
@@ -80,6 +81,7 @@ class WholeStore(OpenStore):
         if family is None or family.host is not None:
             raise SourceError(f"{self.path} is not the topology of a split store: featstore.split makes one")
         self.place = joining.place = self._place(family.hosts)
+        self.beside = Beside.of(self.place, self.timeout_seconds)
         self.part = OpenStore(part_of(given, self.place.machine))
         self._check_part(family)
         self.featureless = self.part.featureless  # the topology's rows are owners

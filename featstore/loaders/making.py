@@ -97,7 +97,7 @@ class Making:
         given, ranks = self.given, self.ranks
         shared = given.get("shared", False)
         if isinstance(self.store, WholeStore):
-            place = on_host(shared, given.said, self.store.place, self.store.timeout_seconds)
+            place = on_host(shared, given.said, self.store)
         else:
             place = place_of(shared, ranks.rank, ranks.shares, given.said)
         if given.auto and ranks.shares > 1:  # who would each go by its own clock

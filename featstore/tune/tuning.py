@@ -29,7 +29,7 @@ from featstore.base.system import available_cores
 from featstore.engine import choose
 from featstore.engine.ring_count import BUSY
 from featstore.errors import BudgetError, SourceError
-from featstore.loaders.online.extraction import PINNED_SHARE
+from featstore.loaders.online.budget import BudgetSplit
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.options import LoaderOptions
 from featstore.plan.budget import TableNeed, own_bytes
@@ -313,9 +313,9 @@ class _Tuner:
     def _room_for(self, reading: Reading) -> bool:
         """Whether the buffer holds as many mini-batches as are to be read at once."""
         slots = self._slots_with(reading.reader_bytes)
+        share = BudgetSplit.PINNED_SHARE
         return reading.extracted is None or (
-            slots is not None
-            and all(reading.extracted * self._largest(t) <= PINNED_SHARE * slots[t] for t in slots)
+            slots is not None and all(reading.extracted * self._largest(t) <= share * slots[t] for t in slots)
         )
 
     def _reader_memory(self, reader_bytes: int | None) -> int:

@@ -65,11 +65,11 @@ def check(rows: Any, ids: Any, features: Any) -> None:
 
 def be_host(
     rank: int, hosts: int, folder: str, name: str, train: bool, cut_after: float | None, ranks: int = 1,
-    slowly: bool = False,
+    slowly: bool = False, stays: bool = False,
 ) -> None:  # fmt: skip
     """Read or train until something goes wrong. ``cut_after``: seconds until this host's lines are cut.
     ``ranks``: of each host, which share a loader. ``slowly``: it takes a second to make that loader, once all
-    ranks of the host have met."""
+    ranks of the host have met. ``stays``: it opens the store, and does not make its loader."""
     faulthandler.register(signal.SIGUSR1)  # says where one is that should have ended
     if slowly:
         host_mode.HostService = partial(slow_service, name, rank)  # type: ignore[misc, assignment]
@@ -84,7 +84,8 @@ def be_host(
     )  # fmt: skip
     Path(f"{name}.begun.{rank}").touch()
     try:
-        work(rank, hosts, name, train, cut_after, features, f"{folder}/{name}" if ranks > 1 else False)
+        shared = f"{folder}/{name}" if ranks > 1 else False
+        work(rank, hosts, name, train, cut_after, features, shared, stays)
     except PeerError as error:
         said = {"host": error.host, "rank": error.rank, "what": error.what, "at": time.time()}
         Path(f"{name}.told.{rank}").write_text(json.dumps(said))
@@ -105,11 +106,13 @@ def slow_service(name: str, rank: int, *arguments: Any) -> HostService:
 
 def work(
     rank: int, hosts: int, name: str, train: bool, cut_after: float | None, features: Any,
-    shared: str | bool = False,
+    shared: str | bool = False, stays: bool = False,
 ) -> None:  # fmt: skip
     before, end = sockets(), time.monotonic() + SECONDS  # before: those of the run
     rng = np.random.default_rng(rank)
     with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=3) as store:
+        Path(f"{name}.opened.{rank}").touch()
+        time.sleep(SECONDS if stays else 0)
         if cut_after is not None:
             lines, begun = sockets() - before, [Path(f"{name}.open.{rank}") for rank in range(hosts)]
             threading.Thread(target=cut, args=(lines, begun, cut_after), daemon=True).start()

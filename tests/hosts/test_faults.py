@@ -153,6 +153,37 @@ def test_ranks_of_a_host_of_which_one_is_gone_are_told(
     assert any(one["rank"] == victim and what in one["what"] for one in told), told
 
 
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_rank_that_ends_before_those_of_its_host_have_met(folder: Path, context: Any, leads: bool) -> None:
+    """Those beside it, who wait for it to make its loader, and other hosts do not wait for two minutes."""
+    name, victim = f"unmet-{leads}-{TURN}", 2 if leads else 3
+    processes = [
+        context.Process(
+            target=fault_hosts.be_host,
+            args=(rank, 2, str(folder), name, True, None, 2, False, rank == victim),
+        )
+        for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        wait_for([folder / f"{name}.opened.{rank}" for rank in range(4)])
+        time.sleep(0.5)  # others wait for it
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        end = time.monotonic() + TIMEOUT_SECONDS + 2 * GRACE_SECONDS
+        others = [rank for rank in range(4) if rank != victim]
+        for rank in others:
+            processes[rank].join(max(0.0, end - time.monotonic()))
+        assert [processes[rank].exitcode for rank in others] == [1] * 3
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    told = [json.loads((folder / f"{name}.told.{rank}").read_text()) for rank in others]
+    assert [one["host"] for one in told] == [1] * 3, told
+    assert any(one["rank"] == victim and "has died" in one["what"] for one in told), told
+
+
 def test_a_host_that_has_all_rows_that_it_wants_is_told_too(folder: Path, context: Any) -> None:
     """Its loader asks for none any more, and would go on by itself."""
     victim, told = fault(folder, context, "SIGKILL", 2, f"late-{TURN}", train=True, late=3)

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from featstore.base.system import asking, refusal
@@ -25,7 +25,7 @@ from featstore.errors import ArgumentError, ClosedError, WaitTimeoutError
 from featstore.shared import protocol
 
 MEET_SECONDS = 120.0  # for which ranks wait for each other's loaders to be made
-_AGAIN_SECONDS = 0.02
+_AGAIN_SECONDS, _LOOK_SECONDS = 0.02, 0.2
 _MESSAGE_BYTES_MAX = 1 << 18
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)  # the other end is, or this one
 _PEER = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
@@ -139,13 +139,18 @@ class Meeting:
                 "no other run has"
             ) from error
 
-    def lines(self, count: int) -> list[Line]:
-        """Those of so many others, as they come. Raises WaitTimeoutError, ClosedError."""
+    def lines(self, count: int, check: Callable[[], None]) -> list[Line]:
+        """Those of so many others, as they come. Raises WaitTimeoutError, ClosedError; while it waits, what
+        ``check`` raises."""
         found: list[Line] = []
         end = time.monotonic() + MEET_SECONDS
         try:
             while len(found) < count:
-                if not heard_from([self.socket], max(0.0, end - time.monotonic())):
+                left = end - time.monotonic()
+                if not heard_from([self.socket], max(0.0, min(left, _LOOK_SECONDS))):
+                    check()
+                    if left > 0:
+                        continue
                     raise WaitTimeoutError(
                         f"of {count + 1} ranks of this host {len(found) + 1} have made their shared loader "
                         f"within {MEET_SECONDS:.0f} seconds: all have to, with the same shared="
@@ -170,9 +175,9 @@ class Meeting:
         self.socket.close()
 
 
-def line_to(address: str, opening_seconds: float = 0.0) -> Line:
+def line_to(address: str, check: Callable[[], None], opening_seconds: float = 0.0) -> Line:
     """A line to the owner at an address, who may come later than this rank, also by what it opens first.
-    Raises WaitTimeoutError, ClosedError, DeviceError."""
+    Raises WaitTimeoutError, ClosedError, DeviceError; while it waits, what ``check`` raises."""
     seconds = MEET_SECONDS + opening_seconds
     end = time.monotonic() + seconds
     while True:
@@ -187,6 +192,7 @@ def line_to(address: str, opening_seconds: float = 0.0) -> Line:
                 raise refusal(error, "the loader of this host", "connect to") from error
             else:
                 break
+        check()
         if time.monotonic() > end:
             raise WaitTimeoutError(
                 f"local rank 0 has not made its shared loader within {seconds:.0f} seconds: all ranks "

@@ -80,7 +80,8 @@ class HostMode(OneProcess, Mode):
                 opened.callback(dropped.detach)
             else:
                 # of several hosts it opens their store first, and waits for them all
-                self._line = line_to(place.address, WIRE_PATIENCE * (place.timeout_seconds or 0.0))
+                opening_seconds = WIRE_PATIENCE * (place.timeout_seconds or 0.0)
+                self._line = line_to(place.address, place.check_beside, opening_seconds)
                 opened.callback(self._line.close)
                 self._line.say("hello", place.local_rank, rank, alike)
             self._heard("met", seconds=2 * MEET_SECONDS)  # for it to meet the others, and hear who they are

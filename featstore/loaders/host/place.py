@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from featstore.arguments import as_text
 from featstore.base.warning import warn
 from featstore.errors import ArgumentError, ClosedError, PeerError
+from featstore.hosts.beside import Beside
 from featstore.hosts.places import HostPlace
+from featstore.hosts.split_store import WholeStore
 from featstore.loaders.host.line import MEET_SECONDS, Line
 from featstore.loaders.said import told
 
@@ -24,13 +26,15 @@ _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
 
 class Place(NamedTuple):
     """``local_rank`` of the ``ranks`` of this host, and the ``name`` under which they meet. Of several hosts
-    which one it is, and after how many seconds in which a rank says nothing it is given up."""
+    which one it is, after how many seconds in which a rank says nothing it is given up, and who knows whether
+    those beside this one are there before they have met."""
 
     local_rank: int
     ranks: int
     name: str
     host: HostPlace | None = None
     timeout_seconds: float | None = None
+    beside: Beside | None = None
 
     @property
     def address(self) -> str:
@@ -46,6 +50,12 @@ class Place(NamedTuple):
         """What is raised where a rank of this host has ended without a word; ``said`` where no other hosts
         wait for its rows."""
         return ClosedError(said) if self.host is None else self._peer(local_rank, "has died")
+
+    def check_beside(self) -> None:
+        """Raise PeerError where a rank of this host, which is one of several, has ended before they met."""
+        gone = None if self.beside is None else self.beside.gone()
+        if gone is not None and self.host is not None:
+            raise self._peer(gone % self.ranks, "has died")
 
     def _peer(self, local_rank: int, what: str) -> PeerError:
         assert self.host is not None
@@ -136,11 +146,10 @@ def introduced(
     return (rank, *(one for one, _ in in_order)), [line for _, line in in_order]
 
 
-def on_host(
-    shared: bool | str, own: Mapping[str, Any], host: HostPlace, timeout_seconds: float
-) -> Place | None:
+def on_host(shared: bool | str, own: Mapping[str, Any], store: WholeStore) -> Place | None:
     """A rank's place among those of its host, of a store that is split by hosts; the rest as for
     :func:`place_of`. Raises ArgumentError."""
+    host = store.place
     if host.ranks == 1:
         said = os.environ.get("LOCAL_WORLD_SIZE", "")
         if shared is not False and said.isdecimal() and int(said) > 1:
@@ -156,4 +165,4 @@ def on_host(
             "shared=True, and the ranks of a host share a loader"
         )
     name = f"{place.name} host {host.host} of {host.hosts}"
-    return Place(host.local_rank, host.ranks, name, host, timeout_seconds)
+    return Place(host.local_rank, host.ranks, name, host, store.timeout_seconds, store.beside)

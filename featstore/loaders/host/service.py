@@ -59,7 +59,7 @@ class HostService:
         self._place = place
         meeting = Meeting(place.address)
         try:
-            lines = meeting.lines(place.ranks - 1)
+            lines = meeting.lines(place.ranks - 1, place.check_beside)
         finally:
             meeting.close()
         self._made: Mode | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from featstore.base.buffers import ALIGNMENT
@@ -92,6 +93,8 @@ class BudgetSplit:
             policy.
     """
 
+    PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
+
     def __init__(
         self, store: OpenStore, memory_bytes: int, *, policy: str, extracted: int, reader_bytes: int | None,
         verify: bool, devices: int, device_memory: int, device_policy: str,
@@ -129,9 +132,11 @@ class BudgetSplit:
         tables = {name: self._store.tables[name] for name in asked.rows}
         devices = self._of_devices(tables, asked.rows, index is None) if self._device_memory else {}
         whole = {n: self._least_slots(t, asked, kept, asked.expected(n)) for n, t in tables.items()}
-        for room in _ROOMS:
+        # That one is read while another is counts for more than that more of them are handed over.
+        pairs = {n: self._pair_slots(t, asked, kept) for n, t in tables.items()}
+        for least, room in product((pairs, whole) if self._extracted > 1 else (whole,), _ROOMS):
             parts = self._parts(tables, asked, devices, room, whole=True)
-            if self._left(parts, whole, 0) >= 0:
+            if self._left(parts, least, 0) >= 0:
                 return self._filled(asked, whole, devices, parts, 0)
         parts = self._parts(tables, asked, devices, 2, whole=False)
         claim = self._claim_bytes  # what goes in pieces is known while it has slots, which none kept has
@@ -156,6 +161,12 @@ class BudgetSplit:
         """Slots for so many rows of a mini-batch at once, or as many as one has."""
         rows, keeps = max(PIECES, min(rows, asked.expected(table.name))), kept.get(table.name, 0)
         return _at_most(table, rows + (keeps + rows * (BESIDE_KEPT - 1) if keeps else 0))
+
+    def _pair_slots(self, table: Table, asked: Demand, kept: Mapping[str, int]) -> int:
+        """Slots with which two mini-batches have theirs at once."""
+        beside = math.ceil(2 * asked.rows[table.name] / self.PINNED_SHARE) + kept.get(table.name, 0)
+        whole = self._least_slots(table, asked, kept, asked.expected(table.name))
+        return max(whole, _at_most(table, beside))
 
     def _piece_slots(
         self, tables: Mapping[str, Table], asked: Demand, kept: Mapping[str, int], piece_bytes: int

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 Tickets = Mapping[str, "Ticket | DeviceTicket"]
 
 EXTRACTED = 3  # so many are extracted at once, unless said otherwise
-PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
 
 class Extraction:
@@ -213,7 +212,7 @@ class Extraction:
             for node_type, one in ids.items():
                 free = self.buffers[self.table_of[node_type]].slots_unkept
                 pinned = len(one) + sum(len(other.ids.get(node_type, ())) for other in under_way)
-                if pinned > PINNED_SHARE * free:
+                if pinned > BudgetSplit.PINNED_SHARE * free:
                     return None
         assert self._bundle is not None
         tickets: dict[str, Ticket | DeviceTicket] = {}
