@@ -23,7 +23,13 @@ from pathlib import Path
 
 from featstore.base.folders import is_file, is_folder, is_taken
 from featstore.base.system import asking, is_there
-from featstore.errors import FeatstoreError, FormatError, IncompleteStoreError, StoreExistsError
+from featstore.errors import (
+    DiskFullError,
+    FeatstoreError,
+    FormatError,
+    IncompleteStoreError,
+    StoreExistsError,
+)
 from featstore.storage.belongings import GENERATION, NOTHING, SPILL, STORE, TEMPORARY, begins_with
 from featstore.storage.disk import Disk
 from featstore.storage.locks import Lock, held_alone
@@ -170,9 +176,12 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
             f"{store} already holds a store; give another path, or replace it with overwrite=True "
             "(--overwrite)"
         )
+    full: list[DiskFullError] = []
     for name in known:
         if name != done:
-            _remove_generation(disk, Generation(store, name), known[name])
+            _remove_generation(disk, Generation(store, name), known[name], full)
+    if full:
+        raise full[0]
     # What stays (a reader holds it, or it is foreign) keeps its number.
     number = (
         max((int(name[1:]) for name in [*(name for _, name, _ in _named(store)), done] if name), default=0)
@@ -198,6 +207,7 @@ def collect(
     kept = {} if kept is None else kept
     committed = current(store)
     removed: list[Path] = []
+    full: list[DiskFullError] = []
     for name, paths in names(store).items():
         generation = Generation(store, name)
         if committed is not None and name == committed.generation:
@@ -205,7 +215,7 @@ def collect(
         elif generation.journal in paths and not unfinished:
             kept[generation.directory] = "an unfinished pack, to resume, or to remove as unfinished"
             continue
-        if paths and _remove_generation(disk, generation, paths, dry_run=dry_run):
+        if paths and _remove_generation(disk, generation, paths, full, dry_run=dry_run):
             removed += paths
         elif paths:
             kept[generation.directory] = IN_USE
@@ -215,6 +225,8 @@ def collect(
         removed.append(path)
     if removed and not dry_run:
         disk.fsync_dir(store)
+    if full:
+        raise full[0]
     return removed
 
 
@@ -225,25 +237,29 @@ IN_USE = "a reader or a loader has it open"
 def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool = False) -> bool:
     """Remove a store and all that is its own in it, unless a reader holds one of its generations (with
     ``force``, even so); False if one does. The caller holds the writer lock."""
-    committed = current(store)
+    committed, full = current(store), list[DiskFullError]()
     for name, paths in names(store).items():
         generation = Generation(store, name)
         if committed is not None and name == committed.generation:
             paths = [store / MANIFEST_NAME, *paths]  # the manifest first: nobody opens what is being removed
-        if not _remove_generation(disk, generation, paths, dry_run=dry_run, force=force):
+        if not _remove_generation(disk, generation, paths, full, dry_run=dry_run, force=force):
             return False
     if not dry_run:
         disk.rmtree(store, STORE)
         disk.fsync_dir(store.parent)
+    if full:
+        raise full[0]
     return True
 
 
 def _remove_generation(
-    disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False, force: bool = False
-) -> bool:
+    disk: Disk, generation: Generation, paths: list[Path], full: list[DiskFullError], *,
+    dry_run: bool = False, force: bool = False,
+) -> bool:  # fmt: skip
     """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept
     while removing, so that no reader slips in: one that waits for it finds the directory gone and looks at
-    the manifest again. Files go first, the journal among them."""
+    the manifest again. Files go first, the journal among them. On a disk that is ``full``, which is where
+    that is said to the caller, the rest goes, too, as it gives room."""
     held = held_alone(generation.directory, directory=True) if generation.directory in paths else None
     if held is None and generation.directory in paths and not force:
         return False
@@ -256,7 +272,10 @@ def _remove_generation(
                 disk.unlink(path)
             # Durably: nobody opens, or resumes, what is half gone.
             if path.name == MANIFEST_NAME or path == generation.journal:
-                disk.fsync_dir(path.parent)
+                try:
+                    disk.fsync_dir(path.parent)
+                except DiskFullError as error:
+                    full.append(error)
         return True
     finally:
         if held is not None:
