@@ -3,9 +3,9 @@ those under way, and what chooses a policy; all the rest is slots, shared by the
 mini-batch asks of each. The memory of devices is a budget of its own, whose slot maps lie in the host's.
 
 Where there is memory, nearly four of the largest mini-batches so far may be handed over at once, and each has
-its slots all at once. With less there are fewer, with less still they go through few slots in pieces. The
-least is a small reader, room for two mini-batches, the loop's and the one that is being made, and the slots
-of two small pieces.
+its slots all at once, two beside each other. With less there are fewer handed over, then no two that have
+slots, and with less still they go through few slots in pieces. The least is a small reader, room for two
+mini-batches, the loop's and the one that is being made, and the slots of two small pieces.
 
 What is named as the smallest budget depends on nothing but the largest demand so far. A loader with that
 much is refused none of the mini-batches that were seen, however it went through them; and what is refused
