@@ -152,11 +152,13 @@ class LoadersOfHosts:
         line.say(Outgoing(ms.Kind.STEPS, number, _ASKED))
         try:
             while (host, number) not in self._steps:
+                closed = (host, loader) in self._closed  # and what it asked before that is heard
+                self._check_asked(host, loader, epoch)
                 if exchange.error is not None:
                     raise exchange.error
                 if line.bye_heard:
                     raise exchange.peer_error(host, "has closed the store, and begins no epoch any more")
-                if (host, loader) in self._closed and (host, number) not in self._steps:
+                if closed and (host, number) not in self._steps:
                     what = f"has closed its loader {loader}, and begins epoch {epoch} of it no more"
                     raise exchange.peer_error(host, what)
                 exchange.check_process()
@@ -164,7 +166,6 @@ class LoadersOfHosts:
                     raise ClosedError(
                         "the loader is closed, which waited for another host to begin the epoch"
                     )
-                self._check_asked(host, loader, epoch)
                 exchange.wait(0.05)
             came = True
         finally:

@@ -20,7 +20,7 @@ from test_split_topology import each, hosts, split
 
 import featstore
 from featstore.errors import ArgumentError, ClosedError, FeatstoreWarning, IdError, PeerError, SourceError
-from featstore.hosts import split_store
+from featstore.hosts import loaders, split_store
 from featstore.hosts.places import HostPlace
 from featstore.sampling.batches import RankedBatches
 from featstore.sampling.ranked import NO_SEED, owned_share
@@ -199,7 +199,19 @@ def test_hosts_in_other_epochs_of_partitions_do_not_wait_for_ever(folder: Path) 
     with hosts(folder / "whole", HOSTS, memory="24MiB", timeout=60.0) as (stores, _):
         found = each(stores, train)
     assert all(isinstance(error, PeerError) for error in found), found
-    assert any("begins epoch" in str(error) and "each waits for" in str(error) for error in found)
+    assert all("begins epoch" in str(error) and "each waits for" in str(error) for error in found), found
+
+
+def test_the_one_that_looks_late_says_the_same(folder: Path) -> None:
+    """By then the other has found that each waits for the other, and has closed its loader."""
+    with hosts(folder / "whole", HOSTS, memory="24MiB") as (stores, _):
+        exchange = stores[1]._exchange
+        number = 6  # of the epoch, of the loader 0
+        exchange.loaders.heard_steps(0, number, loaders._ASKED)
+        exchange.loaders.heard_steps(0, 0, loaders._CLOSED)
+        exchange.loaders.say_steps(0, 5, 3)
+        with pytest.raises(PeerError, match=r"begins epoch 6.* each waits for the other"):
+            exchange.loaders.steps_of_all(0, 5, lambda: False)
 
 
 def test_a_state_that_is_refused_changes_nothing(folder: Path) -> None:

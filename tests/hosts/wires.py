@@ -23,6 +23,7 @@ class Wires:
         self.hosts, self.meddle = hosts, meddle
         self.dead: set[int] = set()
         self.frozen: set[int] = set()
+        self.left: set[int] = set()
         self.lines: dict[tuple[int, int], queue.Queue[Any]] = {
             (a, b): queue.Queue() for a in range(hosts) for b in range(hosts)
         }
@@ -82,6 +83,8 @@ class OneWire:
             try:
                 data = self._wires.lines[source, self.host].get(timeout=0.02)
             except queue.Empty:
+                if source in self._wires.left:  # which comes behind what it had sent
+                    raise ConnectionResetError("Connection reset by peer") from None
                 continue
             if len(data) > len(into):
                 raise OSError(f"{len(data)} bytes came where {len(into)} fit")
@@ -91,3 +94,5 @@ class OneWire:
 
     def close(self, *, abort: bool) -> None:
         self.closed = abort
+        if abort:
+            self._wires.left.add(self.host)
