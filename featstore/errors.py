@@ -113,7 +113,8 @@ class NotInMemoryError(FeatstoreError, TypeError):
 class PeerError(FeatstoreError, ConnectionError):
     """Another host of a training run is gone, late, or has said what cannot be.
 
-    Attributes: ``host`` (its number in the split store), ``rank`` (its rank in the run), ``what``.
+    Attributes: ``host`` (its number in the split store; of one that has not come, that of its machine in the
+    run), ``rank`` (its rank in the run), ``what``.
     """
 
     def __init__(self, host: int, rank: int, what: str) -> None:

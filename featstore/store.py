@@ -260,7 +260,8 @@ class Store(Shown, OpenStore):
 
     def loader_costs(
         self, batches: Sampler | None = None, *, seeds: Any = None, fanouts: Sequence[int] | None = None,
-        batch_size: int = 1024, memory: int | str = MEMORY, disk: int | str | None = None, **options: Any,
+        batch_size: int | None = None, memory: int | str = MEMORY, disk: int | str | None = None,
+        **options: Any,
     ) -> LoaderCosts:  # fmt: skip
         """What each mode of :meth:`loader` would cost on this machine, in time, bytes, disk and memory, and
         which one ``mode="auto"`` takes, and why. All parameters are those of

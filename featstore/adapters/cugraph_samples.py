@@ -23,7 +23,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -142,12 +142,16 @@ def _files(folder: Path) -> list[_File]:
             raise _wrong(
                 after.path, f"it begins at mini-batch {after.first:,}, which {file.path.name} has as well"
             )
-    _warn_of_gaps(sorted(found, key=lambda file: file.first), folder)
+    in_order = sorted(found, key=lambda file: file.first)
+    if any(file.first + file.batches > after.first for file, after in pairwise(in_order)):
+        for _, of_rank in groupby(found, key=lambda file: file.rank):  # each numbers its own
+            _warn_of_gaps(list(of_rank), folder)
+    else:  # they are numbered on from rank to rank
+        _warn_of_gaps(in_order, folder)
     return found
 
 
 def _warn_of_gaps(files: list[_File], folder: Path) -> None:
-    """Mini-batches are numbered on from rank to rank, or each rank begins anew."""
     end = 0
     for file in files:
         if file.first > end:

@@ -83,6 +83,11 @@ def csc_of(data: Any) -> tuple[NDArray[np.int64], NDArray[np.int64], torch.Tenso
             f"a sampler is made from a PyG Data with edge_index [2, edges]; this {type(data).__name__} "
             "has none"
         )
+    if edge_index.dtype.is_floating_point or edge_index.dtype.is_complex or edge_index.dtype == torch.bool:
+        raise SourceError(
+            f"edge_index holds {str(edge_index.dtype).removeprefix('torch.')}, and nodes are whole numbers: "
+            "make it of int64, where they were rounded from where they still are exact"
+        )
     source, target = edge_index.cpu().numpy().astype(np.int64, copy=False)
     nodes = int(data.num_nodes)
     if len(target) and (edge_index.min() < 0 or edge_index.max() >= nodes):

@@ -323,13 +323,15 @@ def _check_attributes(attributes: Mapping[AttrKey, str], tables: Mapping[str, An
 def _check_groups(attrs: list[TensorAttr]) -> None:
     """Raise SourceError where ids of one kind of nodes are asked of several, as PyG does in a homogeneous
     graph."""
-    groups = {attr.group_name for attr in attrs if attr.index is not None and attr.index is attrs[0].index}
-    if None in groups and len(groups) > 1:
+    first = attrs[0].index if attrs else None
+    groups = {attr.group_name for attr in attrs if isinstance(first, torch.Tensor) and attr.index is first}
+    if len(groups) > 1:
         known = sorted(group for group in groups if group is not None)
+        beside = "the nodes without a type and of " if None in groups else ""
         raise SourceError(
-            f"rows of the nodes without a type and of {known} were asked for by the same ids: in a "
-            f"homogeneous graph PyG asks for all attributes; say with tables={{(None, attribute): "
-            f"table}} which are of this graph's nodes"
+            f"rows of {beside}{known} were asked for by the same ids: in a homogeneous graph PyG asks for "
+            f"all attributes; say with tables={{(None, attribute): table}} which are of this graph's "
+            "nodes, or ask for each type with an index of its own"
         )
 
 

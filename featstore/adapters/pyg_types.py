@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from featstore.adapters.links_over_hosts import links_of_hosts
-from featstore.arguments import shown
+from featstore.arguments import as_sequence, shown
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import is_tensor
 from featstore.errors import ArgumentError, BudgetError, FeatstoreWarning, SourceError
@@ -89,7 +89,7 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
     type, unless some are named; a warning for those that mini-batches have no place for, or whose edges have
     no numbers."""
     if attach is not None:
-        return attach
+        return _given_names(store, attach)
     from featstore.base.tensors import has_tensor
 
     found: list[str] = []
@@ -119,6 +119,19 @@ def typed_attached(store: OpenStore, attach: Any, unnumbered: Sequence[EdgeType]
             text = f"mini-batches do not have {', '.join(names)}: {why}"
             warnings.warn(text, FeatstoreWarning, stacklevel=3)
     return found
+
+
+def _given_names(store: OpenStore, attach: Any) -> Sequence[Any]:
+    """Names of arrays that were given. Raises ArgumentError where one means something else."""
+    names = [attach] if isinstance(attach, str) else as_sequence(attach, "attach", "names of arrays")
+    for name in names:
+        if isinstance(name, str) and name in store.manifest.arrays:
+            of_edges = graph_of_array(store, name) is not None
+            if type_of_array(store, name)[1] in (_OF_EDGES if of_edges else _TAKEN):
+                raise ArgumentError(
+                    f"attach: {name!r} means something else in PyG's HeteroData; leave it out"
+                )
+    return names
 
 
 def typed_links(store: OpenStore, given: Any) -> tuple[EdgeType, Any]:

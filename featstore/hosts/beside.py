@@ -2,7 +2,8 @@
 
 Each has a socket from when it opens a store that is split, whose name is made up and stands in the store of
 ``torch.distributed``. Nothing is said on it, and nobody accepts: who is connected to it sees it end when its
-process does, however that comes about.
+process does, however that comes about. Whose process it is, Linux tells at either end, and of a process
+whether it is stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from featstore.base.system import asking
@@ -23,6 +25,7 @@ from featstore.shared import protocol
 
 _AT = "featstore/hosts/process"
 _LOOK_SECONDS = 0.1  # from one look at the others to the next
+_AWAY_SECONDS = 2.0  # without a look, after which what was seen before says nothing
 _STORE_SECONDS = 1.0  # for the store of torch.distributed to answer
 
 
@@ -73,13 +76,25 @@ class _Ends:
         poll.register(self.to[name], select.POLLIN)
         return bool(poll.poll(0))
 
+    def stopped(self, name: str) -> bool:
+        """Whether a process stands still, as SIGSTOP has it; False where there is no line to it, or this one
+        cannot see it, in another namespace."""
+        if name not in self.to:
+            return False
+        try:
+            said = Path(f"/proc/{protocol.peer_of(self.to[name]).process}/stat").read_bytes()
+        except OSError:
+            return False
+        return said.rpartition(b")")[2].split()[:1] == [b"T"]
+
 
 _ends = _Ends()
 
 
 class Beside:
-    """The ``others`` of this machine, by their ranks in the run. ``timeout_seconds``: one that is not to be
-    found where it has said that it is, for so long, has ended; it may have been begun again."""
+    """The ``others`` of this machine, by their ranks in the run. ``timeout_seconds``: one that stands still
+    for so long is given up; and one that is not to be found where it has said that it is has ended, which
+    may have been begun again."""
 
     def __init__(self, store: Any, rank: int, others: Iterable[int], timeout_seconds: float) -> None:
         self._store, self._timeout_seconds = store, timeout_seconds
@@ -87,6 +102,7 @@ class Beside:
         self._at = f"{_AT}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         self._names = dict.fromkeys(others, "")
         self._missed: dict[int, float] = {}  # since when
+        self._stopped: dict[int, float] = {}  # the same
         self._looked = 0.0
         name = _ends.announced()
         with suppress(RuntimeError, TimeoutError):  # who cannot ask where this one is waits longer
@@ -101,13 +117,31 @@ class Beside:
         others = [first + one for one in range(place.ranks) if one != place.local_rank]
         return cls(default_store(), first + place.local_rank, others, timeout_seconds)
 
-    def gone(self) -> int | None:
-        """A rank that has ended; None where all that have come are there. Looks a few times a second."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+    def gone(self, now: bool = False) -> tuple[int, str] | None:
+        """A rank that has ended or stands still for too long, and which it is; None where all that have come
+        are there. Looks a few times a second. ``now``: one that stands still has done so for too long."""
+        away = time.monotonic() - self._looked
+        if away < _LOOK_SECONDS and not now:
             return None
-        self._looked = now
-        return next((rank for rank in self._names if self._has_ended(rank, now)), None)
+        if away > _AWAY_SECONDS:  # it stood still itself, perhaps with all others
+            self._stopped.clear()
+        try:
+            for rank in self._names:
+                if self._has_ended(rank, time.monotonic()):
+                    return rank, "has died"
+                seconds = self._stands_still(rank, time.monotonic())
+                if seconds is not None and (now or seconds > self._timeout_seconds):
+                    return rank, f"has been stopped (SIGSTOP) for {seconds:.0f} seconds"
+        finally:
+            self._looked = time.monotonic()
+        return None
+
+    def _stands_still(self, rank: int, now: float) -> float | None:
+        """For how many seconds, as far as that was seen; None: it does not."""
+        if not _ends.stopped(self._names[rank]):
+            self._stopped.pop(rank, None)
+            return None
+        return now - self._stopped.setdefault(rank, now)
 
     def _has_ended(self, rank: int, now: float) -> bool:
         if not self._names[rank] or rank in self._missed:

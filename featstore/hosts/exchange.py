@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.error_text import first_line
+from featstore.base.error_text import first_line, named
 from featstore.base.process import OneProcess
 from featstore.base.threads import Wake, Worker, before_pools_end
 from featstore.engine.request import Request
@@ -40,7 +40,7 @@ from featstore.hosts.wire import Wire
 
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
-_VERSION = 5
+_VERSION = 6
 _LONG = 1024  # characters of what hosts compare, each
 _started: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
@@ -188,11 +188,10 @@ class Exchange(OneProcess):
             self._changed.wait(_GRACE_SECONDS / 20)
         self.fail(self.peer_error(peer, f"is gone ({first_line(error)})"))
 
-    def told(self, peer: int, host: int, text: bytes) -> None:
-        """Another host has given up one, perhaps itself."""
-        known = host if 0 <= host < self.wire.hosts else peer
+    def told(self, peer: int, host: int, rank: int, text: bytes) -> None:
+        """Another host has given up a rank of one, perhaps of itself."""
         said = text.decode(errors="replace")
-        self.fail(self.peer_error(known, said if known == peer else f"{said}, as host {peer} says"))
+        self.fail(PeerError(host, rank, said if host == peer else f"{said}, as host {peer} says"))
 
     def fail(self, error: PeerError) -> None:
         """A host is gone: nothing more is asked or served."""
@@ -202,7 +201,8 @@ class Exchange(OneProcess):
                 return
             for peer, line in self.lines.items():  # a thread that finds the error finds what it is to say
                 if peer != error.host:
-                    line.say(Outgoing(ms.Kind.GONE, 0, error.host, ms.text_message(ms.Kind.GONE, text)))
+                    gone = ms.text_message(ms.Kind.GONE, text)
+                    line.say(Outgoing(ms.Kind.GONE, error.rank, error.host, gone))
             self.error = error
         for line in self.lines.values():
             line.fail(error)
@@ -229,20 +229,20 @@ class Exchange(OneProcess):
         """Until something has changed, or for so long."""
         self._changed.wait(seconds)
 
-    def close(self, because: str = "") -> None:
+    def close(self, because: str | BaseException = "") -> None:
         """Wait for what was asked, say that nothing more will be, and serve until the other hosts have said
-        so, too. ``because``: leave at once, and tell the others why. May be called more than once; an
-        interrupt leaves at once."""
+        so, too. ``because``: leave at once, and tell the others why, or which rank of this host is gone, by
+        its PeerError. May be called more than once; an interrupt leaves at once."""
         if not self.here or self._closed:
             return
         self._closed = True
         try:
             if because:
-                self.fail(self.peer_error(self.wire.host, because))
+                self.fail(self._reason(because))
             elif self.error is None:
                 self._say_goodbye()
         except BaseException as error:
-            self.fail(self.peer_error(self.wire.host, f"has ended with {type(error).__name__}"))
+            self.fail(self._reason(error))
             raise
         finally:
             self._ending = True
@@ -255,6 +255,12 @@ class Exchange(OneProcess):
             for worker in line.workers:
                 worker.end()
         self.wire.close(abort=False)
+
+    def _reason(self, because: str | BaseException) -> PeerError:
+        if isinstance(because, PeerError) and because.host == self.wire.host:
+            return because
+        text = because if isinstance(because, str) else f"has ended with {named(because)}"
+        return self.peer_error(self.wire.host, text)
 
     def _say_goodbye(self) -> None:
         lines = list(self.lines.values())

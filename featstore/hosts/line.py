@@ -87,7 +87,7 @@ class OfLines(Protocol):
 
     def lost(self, peer: int, error: Exception) -> None: ...
 
-    def told(self, peer: int, host: int, text: bytes) -> None: ...
+    def told(self, peer: int, host: int, rank: int, text: bytes) -> None: ...
 
     def received(self, kind: ms.Kind, rows: int, byte_count: int) -> None: ...
 
@@ -268,7 +268,7 @@ class HostLine:
             else:
                 return
             if kind == ms.Kind.GONE:
-                exchange.told(self.peer, found.detail, ms.body_of(found, raw).tobytes())
+                exchange.told(self.peer, found.detail, found.number, ms.body_of(found, raw).tobytes())
             else:
                 for coming, _ in posted:
                     wire.take(coming)

@@ -22,19 +22,21 @@ _AT = "featstore/hosts"
 
 
 class HasFailed(Exception):
-    """Another rank has said so; ``why``, in its words."""
+    """Another rank has said so, which has this part; ``why``, in its words."""
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(rank, why)
-        self.rank, self.why = rank, why
+    def __init__(self, rank: int, part: int | None, why: str) -> None:
+        super().__init__(rank, part, why)
+        self.rank, self.part, self.why = rank, part, why
 
 
 class Rendezvous:
     """Of the processes with these ``ranks`` of the run, as that of ``rank`` sees it; rank 0 leads. All make
-    theirs at about the same time. ``store``: of ``torch.distributed``; its errors are raised."""
+    theirs at about the same time. ``store``: of ``torch.distributed``; its errors are raised. ``part``: that
+    this one has of the split store; None as long as it does not know that."""
 
-    def __init__(self, store: Any, rank: int, ranks: Iterable[int]) -> None:
+    def __init__(self, store: Any, rank: int, ranks: Iterable[int], part: int | None = None) -> None:
         self._store, self._rank = store, rank
+        self._part = "" if part is None else str(part)
         self._others = [other for other in ranks if other not in (0, rank)]
         self._answered = dict[int, bytes]()
         #: Under which all that is said in it stands; of others than rank 0 once they have been answered.
@@ -48,13 +50,19 @@ class Rendezvous:
         if not self._find(end):
             return [0]
         if self._rank:
-            self._say(f"{stage}/{self._rank}")
+            self._say(f"{stage}/{self._rank}", self._part)
             reached = _within(end, lambda: self._hear() or self._said(f"{stage}/all"))
             return [] if reached else self._missing(stage) or [0]
         if not _within(end, lambda: self._hear() or (self._answer(end) and not self._missing(stage))):
             return self._missing(stage)
-        self._say(f"{stage}/all")
+        self._say(f"{stage}/all", self._part)
         return []
+
+    def part_of(self, rank: int, stage: str) -> int | None:
+        """Which part a rank has, as it said when it came so far; None where it did not."""
+        key = f"{stage}/{rank or 'all'}"
+        said = self._store.get(f"{self.name}/{key}").decode() if self._said(key) else ""
+        return int(said) if said else None
 
     def fail(self, why: str, seconds: float) -> None:
         """Tell the others that this process has failed, if none did before. Rank 0, which others hear it
@@ -63,7 +71,7 @@ class Rendezvous:
         if not self._find(end):
             return
         if not self._said("failed"):
-            self._say("failed", f"{self._rank} {why}")
+            self._say("failed", f"{self._rank} {self._part} {why}")
         self._say(f"heard/{self._rank}")
         if not self._rank:
             _within(end, lambda: self._answer(end) and not self._missing("heard"))
@@ -96,10 +104,10 @@ class Rendezvous:
     def _hear(self) -> bool:
         """False, where none has failed."""
         if self._said("failed"):
-            rank, _, why = self._store.get(f"{self.name}/failed").decode().partition(" ")
+            rank, part, why = self._store.get(f"{self.name}/failed").decode().split(" ", 2)
             self._say(f"heard/{self._rank}")
             self.heard = True
-            raise HasFailed(int(rank), why)
+            raise HasFailed(int(rank), int(part) if part else None, why)
         return False
 
     def _missing(self, stage: str) -> list[int]:

@@ -13,7 +13,7 @@ PICK  send neighbours of these nodes          its    0      int64s, see :mod:`fe
 ROWS  here is what was asked for              asked  0      rows of each table, padded to 64 bytes; or lists
 ERROR it could not be read                    asked  0      JSON, see ``featstore.base.passed_errors``
 PING  I am there                              0      0
-GONE  a host is gone, and so am I             0      host   text
+GONE  a rank of a host is gone, and so am I   rank   host   text
 BYE   I ask for nothing more                  0      0
 SAME  my n-th loader has options of a digest  n      digest
 STEPS an epoch of one of my loaders has steps which  steps

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from featstore.base.error_text import first_line
+from featstore.base.error_text import first_line, named
 from featstore.base.modules import loaded
 from featstore.base.passed_errors import decode_error, encode_error
 from featstore.base.threads import Reply, Worker
@@ -34,6 +34,7 @@ class Opening:
 
     def __init__(self) -> None:
         self.place: HostPlace | None = None  # as soon as it is known
+        self.part: int | None = None  # the same
         self._timeout = self._patience = self._left = 0.0
         self._meeting: Rendezvous | None = None
         self._over = False
@@ -43,7 +44,7 @@ class Opening:
         Raises PeerError where some do not come in time, or have failed."""
         self.place, self._timeout = place, timeout_seconds
         self._patience = self._left = WIRE_PATIENCE * timeout_seconds
-        self._meeting = Rendezvous(default_store(), place.leaders[place.machine], place.leaders)
+        self._meeting = Rendezvous(default_store(), place.leaders[place.machine], place.leaders, place.host)
         with _one_at_a_time:
             self._reach(self._meeting, "come", "has not come")
 
@@ -82,7 +83,7 @@ class Opening:
         except (RuntimeError, TimeoutError) as error:
             why = first_line(error) if str(error) else "it was there, and did not answer"
             others = [rank for rank in place.leaders if rank != place.leaders[place.machine]]
-            raise _absent(place, others, "has not come", self._patience, f" ({why})") from error
+            raise self._absent(others, "has not come", f" ({why})") from error
         machine_of = {int(part): machine for machine, part in enumerate(parts)}
         if len(machine_of) < place.hosts:
             raise SourceError(
@@ -99,19 +100,30 @@ class Opening:
         try:
             missing = within(_MORE_PATIENCE * left + self._timeout / 10, lambda: meeting.reach(stage, left))
         except HasFailed as said:
-            reason, machine = decode_error(said.why.encode()), said.rank // place.ranks
-            reason.add_note(f"on host {machine} (rank {said.rank})")
-            what = f"could not open its store ({type(reason).__name__}: {first_line(reason)})"
-            raise PeerError(machine, said.rank, what) from reason
+            reason = decode_error(said.why.encode())
+            host = said.rank // place.ranks if said.part is None else said.part
+            reason.add_note(f"on host {host} (rank {said.rank})")
+            raise PeerError(host, said.rank, f"could not open its store ({named(reason)})") from reason
         except (RuntimeError, TimeoutError) as error:
             why = f" ({first_line(error)})" if str(error) else ""
             what = f"has the store by which ranks of this run meet, and it does not answer{why}"
             raise PeerError(0, 0, what) from error
         if missing:
-            raise _absent(place, missing, late, self._patience)
+            raise self._absent(missing, late)
         self._left = max(0.0, left - (time.monotonic() - begin))
 
     # Failing.
+
+    def _absent(self, ranks: list[int], late: str, why: str = "") -> PeerError:
+        """For one of these ranks that is ``late``."""
+        place, meeting, host, first = self.place, self._meeting, None, ranks[0]
+        assert place is not None
+        assert meeting is not None
+        with suppress(RuntimeError, TimeoutError):  # whose store has gone, too
+            host = within(_INTERRUPT_SECONDS, lambda: meeting.part_of(first, "come"))
+        which = "" if len(ranks) == 1 else "or another "
+        what = f"{which}{late} within {self._patience:g} seconds{why}"
+        return PeerError(first // place.ranks if host is None else host, first, what)
 
     def __enter__(self) -> Opening:
         return self
@@ -135,7 +147,7 @@ class Opening:
 
         if self._meeting is None:
             ranks = range(dist.get_world_size()) if self.place is None else self.place.leaders
-            self._meeting = Rendezvous(default_store(), dist.get_rank(), ranks)
+            self._meeting = Rendezvous(default_store(), dist.get_rank(), ranks, self.part)
         meeting, why = self._meeting, encode_error(error, "the opening of its store").decode()
         if _one_at_a_time.acquire(timeout=seconds):
             try:
@@ -155,13 +167,6 @@ def default_store() -> Any:
     import torch.distributed.distributed_c10d as c10d
 
     return c10d._get_default_store()
-
-
-def _absent(place: HostPlace, ranks: list[int], late: str, seconds: float, why: str = "") -> PeerError:
-    """For one of these ranks that is ``late``."""
-    which = "" if len(ranks) == 1 else "or another "
-    what = f"{which}{late} within {seconds:g} seconds{why}"
-    return PeerError(ranks[0] // place.ranks, ranks[0], what)
 
 
 def within(seconds: float, make: Callable[[], Any]) -> Any:

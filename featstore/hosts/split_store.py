@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featstore.arguments import Named, as_path, check_options
-from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreWarning, SourceError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreWarning, PeerError, SourceError
 from featstore.hosts.beside import Beside
 from featstore.hosts.copies import DiskCopies
 from featstore.hosts.exchange import IDS_MAX, Exchange
@@ -84,6 +84,7 @@ class WholeStore(OpenStore):
         self.beside = Beside.of(self.place, self.timeout_seconds)
         self.part = OpenStore(part_of(given, self.place.machine))
         self._check_part(family)
+        joining.part = self.place.host
         self.featureless = self.part.featureless  # the topology's rows are owners
         names = [name for name in self.part.tables if name in self.manifest.tables]
         self.tables = Named(
@@ -252,6 +253,11 @@ class WholeStore(OpenStore):
 
     # Rows.
 
+    def give_up(self, error: PeerError) -> None:
+        """Tell other hosts of a rank of this one that is gone."""
+        if self._exchange is not None:
+            self._exchange.fail(error)
+
     def check_peers(self) -> None:
         """Raise PeerError where a host is gone, for who asks for nothing."""
         if self._exchange is not None and self._exchange.error is not None:
@@ -346,7 +352,7 @@ class WholeStore(OpenStore):
             )
         self._end(because)
 
-    def _end(self, because: str) -> None:
+    def _end(self, because: str | BaseException) -> None:
         if getattr(self, "_pid", None) == os.getpid():
             try:
                 if self._exchange is not None:
@@ -363,7 +369,7 @@ class WholeStore(OpenStore):
         super().close()
 
     def __exit__(self, *exception: object) -> None:
-        self._end(f"has ended with {type(exception[1]).__name__}" if exception[1] is not None else "")
+        self._end(exception[1] if isinstance(exception[1], BaseException) else "")
 
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None:

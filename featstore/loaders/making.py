@@ -36,8 +36,7 @@ from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.said import recorded_of, samples_of
 from featstore.loaders.samplers import kept_ahead, rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
-from featstore.loaders.typed import TypedWhole
-from featstore.loaders.whole import Whole
+from featstore.loaders.typed import whole_of
 from featstore.sampling.attributes import said_otherwise
 from featstore.sampling.batches import RankedBatches
 from featstore.sampling.seed_list import SeedList
@@ -74,8 +73,7 @@ class Making:
                 self.taken = auto_is_online(given, because)
         self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
         parts = store, given.get("edge_table"), given.get("attach", ())
-        named = given.get("nodes") is not None
-        self.whole = TypedWhole(*parts, named=named) if store.edge_types else Whole(*parts)
+        self.whole = whole_of(*parts, named=given.get("nodes") is not None)
         held = self.whole.held_bytes + halo_bytes(store, given, batches)
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"
@@ -175,7 +173,7 @@ class Making:
                 own = OwnSampling(given.get("seeds"), fanouts, self.share.batch_size, given.get("graph"))
         assert batches is not None
         memory = self.shares.memory_bytes
-        return auto(self.store, batches, own, memory, given.said, given.reading)
+        return auto(self.store, batches, own, memory, given.said, given.reading, self.whole)
 
     # Whose mini-batches.
 

@@ -146,6 +146,14 @@ class TypedWhole(Whole):
         setattr(batch, name, by_type)
 
 
+def whole_of(store: OpenStore, edge_table: Any, attach: Any, *, named: bool) -> Whole:
+    """What makes mini-batches of a store whole, whether it has edge types or not. ``named``: ``nodes=`` says
+    whose rows are wanted."""
+    if store.edge_types:
+        return TypedWhole(store, edge_table, attach, named=named)
+    return Whole(store, edge_table, attach)
+
+
 class TypedRows(WantedRows):
     """Mini-batches of several types as pairs of the ids wanted by table, and the sample."""
 

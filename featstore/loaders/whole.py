@@ -153,6 +153,12 @@ class Whole:
             return None
         return WantedRows(batches, nodes, self.edges, recorded, check, attached)
 
+    def recorded(self, batches: Sampler, nodes: Callable[[Any], Any] | None) -> WantedRows:
+        """The same, which say whose rows they want wherever they are kept."""
+        wanted = self.wanted(batches, nodes, True, None)
+        assert wanted is not None
+        return wanted
+
     def check_sampled(self, graph: StoredGraph) -> None:
         """Raise SourceError where the store samples from a graph whose edges do not number the rows of
         edges."""

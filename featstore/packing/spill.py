@@ -22,9 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
+from featstore.base.checksum import crc_pages
 from featstore.base.files import RegularFile
 from featstore.base.native import address_of
 from featstore.base.rows import IN_ORDER, move_rows
+from featstore.errors import CorruptionError
 from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, ahead, save_progress
 from featstore.packing.spill_files import ANEW, SpillPlan, spill_pass, spill_path
 from featstore.storage.rows_digest import add, digest_rows
@@ -102,6 +104,7 @@ def _bucket_checkpoint(
 ) -> None:
     """Make all buckets up to this one durable, the page shared with the next one too, and drop their spill
     files."""
+    job.progress.carry_checksum = _checksum(carry)
     if len(carry):
         writer.checkpoint()
         shared = aligned_buffer(PAGE_BYTES)
@@ -145,14 +148,28 @@ def _write_whole(
 
 def _carried(job: PermuteJob, byte: int) -> NDArray[np.uint8]:
     """The bytes before ``byte`` of the page that holds it, from the table: what the bucket before it left
-    there."""
+    there. Raises CorruptionError where they are not as they were written; nothing else would see it, as the
+    page gets a new checksum."""
     page = byte // PAGE_BYTES
     size = byte - page * PAGE_BYTES
     if size == 0:
         return np.empty(0, np.uint8)
     chunk, within = divmod(page, job.layout.pages_per_chunk)
-    with RegularFile(job.chunk_path(chunk), advice=ANEW) as file:
-        return file.read_at(within * PAGE_BYTES, size)
+    path = job.chunk_path(chunk)
+    with RegularFile(path, advice=ANEW) as file:
+        carry = file.read_at(within * PAGE_BYTES, size)
+    known, found = job.progress.carry_checksum, _checksum(carry)
+    if found != known:
+        expected = f"checksum {known:08x} of what was written of the 4 KiB page"
+        raise CorruptionError(path, within * PAGE_BYTES, expected, f"{found:08x}", ANEW)
+    return carry
+
+
+def _checksum(carry: NDArray[np.uint8]) -> int:
+    """Of a page that begins with these bytes, and has zeros after them."""
+    page = np.zeros(PAGE_BYTES, np.uint8)
+    page[: len(carry)] = carry
+    return int(crc_pages(page)[0])
 
 
 def _slabs(job: PermuteJob, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.uint8]]:

@@ -67,6 +67,7 @@ class TableState:
 
     def __init__(self, table: Table, verify: bool, access: Access, by_row: bool = False) -> None:
         self.table = table
+        table.store.check_held()
         row_map = None if by_row else table.row_of_node()
         self.row_map: NDArray[Any] = NONE if row_map is None else row_map
         store = table.store

@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import weakref
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 HEADER = struct.Struct("<BxxxIIQ")
 
@@ -38,6 +38,8 @@ WELCOME, REFUSED, ANSWER_SLOTS, AGAIN, ANSWER_ERROR, ANSWER_STATS, ANSWER_HELD =
 
 NONCE_BYTES = PROOF_BYTES = 32
 ANSWER_BYTES = PROOF_BYTES + NONCE_BYTES
+
+_PEER = struct.Struct("3i")
 
 
 def new_key() -> bytes:
@@ -59,6 +61,20 @@ def proves(answer: bytes, key: bytes, side: bytes, nonce: bytes) -> bool:
 
 
 # Sockets and forks.
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a socket: a process (0 where this one cannot see it), and whose it is."""
+
+    process: int
+    user: int
+    group: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """As the system tells it."""
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return Peer(*_PEER.unpack(said))
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -200,13 +200,19 @@ def held_with_others(directory: Path) -> int | None:
     try:
         with asking(directory, "hold"):
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if is_there(directory) and os.path.samestat(os.fstat(descriptor), os.stat(directory)):
+            if is_held(descriptor, directory):
                 return descriptor
     except BaseException:
         os.close(descriptor)
         raise
     os.close(descriptor)
     return None
+
+
+def is_held(descriptor: int, directory: Path) -> bool:
+    """Whether a directory is the one that a descriptor holds. Raises DeviceError."""
+    with asking(directory, "look at"):
+        return is_there(directory) and os.path.samestat(os.fstat(descriptor), os.stat(directory))
 
 
 def held_alone(path: Path, *, directory: bool = False) -> int | None:

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from featstore.base.files import read_small
-from featstore.base.system import asking, is_there
-from featstore.errors import DeviceError, FormatError, FormatVersionError, IncompleteStoreError
+from featstore.base.system import asking, is_there, refusal
+from featstore.errors import (
+    CorruptionError,
+    DeviceError,
+    FormatError,
+    FormatVersionError,
+    IncompleteStoreError,
+)
 from featstore.storage.manifest import (
     CATALOGUE_BYTES_MAX,
     FORMAT_VERSION,
@@ -51,6 +60,47 @@ def read_manifest(store: Path) -> tuple[Manifest, bytes]:
             raise
         raise IncompleteStoreError(f"{store} is a file, not a featstore store (a directory)") from None
     return parse(text, path), text
+
+
+def is_current(store: Path, text: bytes, *, pinned: bool) -> bool:
+    """Whether a manifest that was read is still the store's, now that its generation is held. One that is
+    ``pinned`` may be of an earlier generation, or of a store that is removed; but not of one that another has
+    replaced since, under the same number. Raises FormatError, DeviceError."""
+    path = store / MANIFEST_NAME
+    try:
+        now = read_small(path, MANIFEST_BYTES_MAX)
+    except FileNotFoundError:
+        return pinned
+    if now == text or not pinned:
+        return now == text
+    return parse(now, path).generation != parse(text, path).generation
+
+
+def check_files(store: Path, files: Sequence[FileEntry]) -> None:
+    """Raise CorruptionError unless these files of a store are there, each with its size, FormatError for a
+    symbolic link on the way, DeviceError."""
+    root, folders = str(store), set()
+    for entry in files:
+        above = entry.path.rpartition("/")[0]
+        while above and above not in folders:
+            folders.add(above)
+            above = above.rpartition("/")[0]
+    for folder in folders:
+        if os.path.islink(os.path.join(root, folder)):
+            raise FormatError(f"{store / folder} leads out of the store through a symbolic link")
+    for entry in files:
+        path = os.path.join(root, entry.path)
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", "no file") from None
+        except OSError as error:
+            raise refusal(error, path, "look at") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptionError(path, None, "a regular file", "a link or something else")
+        size = status.st_size
+        if size != entry.bytes:
+            raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", f"{size:,} bytes")
 
 
 def _what_is_there(store: Path) -> str:

@@ -9,7 +9,6 @@ one has been committed since.
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from featstore.arguments import Named, as_count, as_path, known_name, shown
 from featstore.base.called import called
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.sheets import Sheet, Shown
-from featstore.base.system import refusal
 from featstore.errors import (
     ArgumentError,
     ClosedError,
@@ -35,7 +33,7 @@ from featstore.errors import (
 from featstore.layout import TableLayout
 from featstore.storage.arrays import load_array
 from featstore.storage.edge_types import EdgeType, node_types
-from featstore.storage.locks import held_with_others
+from featstore.storage.locks import held_with_others, is_held
 from featstore.storage.manifest import (
     MANIFEST_NAME,
     ArrayEntry,
@@ -46,7 +44,7 @@ from featstore.storage.manifest import (
     edge_parts,
     uuid_of,
 )
-from featstore.storage.manifest_reading import parse, read_manifest
+from featstore.storage.manifest_reading import check_files, is_current, parse, read_manifest
 from featstore.storage.sheets import array_text, graph_sheet, table_sheet
 
 
@@ -250,8 +248,9 @@ class OpenStore:
             else:
                 self.manifest, self._text = parse(pinned, self.path), pinned
             self._lock = held_with_others(self.path / self.manifest.generation)
-            if self._lock is not None:
+            if self._lock is not None and is_current(self.path, self._text, pinned=pinned is not None):
                 break
+            OpenStore.close(self)  # what is left of it, as files that are not its own are, or another
             if pinned is not None:
                 raise IncompleteStoreError(
                     f"generation {self.manifest.generation} of {self.path} has been removed; open the "
@@ -267,7 +266,7 @@ class OpenStore:
                 "that of its content"
             )
         self._sizes = {entry.path: entry for entry in self.manifest.files}
-        self._check_files()
+        check_files(self.path, self.manifest.files)
         self.tables: dict[str, Table] = Named(
             "the store has no table", {n: Table(self, n, e) for n, e in self.manifest.tables.items()}
         )
@@ -277,30 +276,6 @@ class OpenStore:
         )
         self.arrays: Mapping[str, NDArray[Any]] = _Arrays(self)
         self.featureless = self.manifest.featureless  # types of nodes of which nobody reads rows
-
-    def _check_files(self) -> None:
-        root, folders = str(self.path), set()
-        for entry in self.manifest.files:
-            above = entry.path.rpartition("/")[0]
-            while above and above not in folders:
-                folders.add(above)
-                above = above.rpartition("/")[0]
-        for folder in folders:
-            if os.path.islink(os.path.join(root, folder)):
-                raise FormatError(f"{self.path / folder} leads out of the store through a symbolic link")
-        for entry in self.manifest.files:
-            path = os.path.join(root, entry.path)
-            try:
-                status = os.lstat(path)
-            except (FileNotFoundError, NotADirectoryError):
-                raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", "no file") from None
-            except OSError as error:
-                raise refusal(error, path, "look at") from error
-            if not stat.S_ISREG(status.st_mode):
-                raise CorruptionError(path, None, "a regular file", "a link or something else")
-            size = status.st_size
-            if size != entry.bytes:
-                raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", f"{size:,} bytes")
 
     @property
     def uuid(self) -> str:
@@ -357,6 +332,14 @@ class OpenStore:
             f"the store {self.path} is on disk and no array in memory: read rows with "
             "store.reader(memory=...), and small arrays with store.arrays[name]"
         )
+
+    def check_held(self) -> None:
+        """Raise IncompleteStoreError where the generation that is held is not in its place any more."""
+        if self._lock is not None and not is_held(self._lock, self.path / self.manifest.generation):
+            raise IncompleteStoreError(
+                f"generation {self.manifest.generation} is not there any more: the store at {self.path} was "
+                "moved or removed, or packed anew, since it was opened; open it again, where it is now"
+            )
 
     def close(self) -> None:
         """Let the generation go. Readers that are open keep their files."""

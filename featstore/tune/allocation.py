@@ -151,9 +151,14 @@ def ranked(profile: Profile) -> list[LoaderForecast]:
             key=rank,
         )
         for workers in profile.sample
-        for threads in profile.train
+        for threads in allowed_threads(profile)
     ]
     return sorted(found, key=rank)
+
+
+def allowed_threads(profile: Profile) -> list[int]:
+    """Numbers of training threads that may be chosen: others are beyond the cores, for comparison."""
+    return [threads for threads in profile.train if threads <= profile.cores] or [*profile.train]
 
 
 def counts_up_to(most: int) -> list[int]:

@@ -47,10 +47,11 @@ from featstore.tune.allocation import (
     LoaderForecast,
     Profile,
     Reading,
+    allowed_threads,
     counts_up_to,
     forecast_loader,
     ranked,
-)
+)  # fmt: skip
 from featstore.tune.timetable import Timetable, counted
 from featstore.tune.trials import Trials
 from featstore.tune.tuned import Point, Trial, Tuning
@@ -339,9 +340,9 @@ class _Tuner:
         self, profile: Profile, best: LoaderForecast, before: LoaderForecast, tried: tuple[Trial, ...]
     ) -> Tuning:
         after, seconds, seconds_before = best, best.seconds, before.seconds
-        if tried:
-            limit = _EQUAL * min(trial.seconds for trial in tried)
-            first = next(trial for trial in tried if trial.seconds <= limit)
+        allowed = [one for one in tried if one.choice.train_threads in allowed_threads(profile)]
+        if allowed:
+            first = next(o for o in allowed if o.seconds <= _EQUAL * min(x.seconds for x in allowed))
             after, seconds = forecast_loader(profile, first.choice), first.seconds
             clocked = [trial.seconds for trial in tried if trial.choice == before.choice]
             seconds_before = clocked[0] if clocked else before.seconds

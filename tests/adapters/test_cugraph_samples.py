@@ -131,6 +131,17 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         same(SavedSamples(tmp_path), batches[:2] + batches[4:])
 
 
+def test_a_missing_file_of_one_rank_is_told(tmp_path: Path) -> None:
+    """Each has begun anew, and the other's numbers hide nothing."""
+    batches = sampled(12)
+    for rank, firsts in ((0, (0, 2, 4)), (1, (0, 4))):
+        for first in firsts:
+            name = f"batch={rank:05}.{first:08}-{rank:05}.{first + 1:08}.parquet"
+            save(tmp_path / name, columns_of(batches[6 * rank + first :][:2]))
+    with pytest.warns(FeatstoreWarning, match="no file has mini-batches 2 to 3"):
+        same(SavedSamples(tmp_path), [*batches[:8], *batches[10:]])
+
+
 def changed(name: str, values: Any) -> dict[str, Any]:
     return columns_of(sampled(3)) | {name: np.asarray(values)}
 

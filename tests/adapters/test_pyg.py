@@ -517,6 +517,16 @@ def test_rows_of_another_type_are_not_asked_for_by_these_nodes(edge_data: EdgeDa
     sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [2]))
     with pytest.raises(SourceError, match=r"of \['author'\] were asked for by the same ids"):
         next(iter(loader_of((FeatstoreFeatures(reader), FeatstoreGraph(indptr, indices)), sampler)))
+    named = FeatstoreFeatures(ArrayReader(paper=np.zeros((NODES, 2)), author=np.ones((NODES, 2))))
+    with pytest.raises(SourceError, match=r"rows of \['author', 'paper'\] were asked for by the same ids"):
+        next(iter(loader_of((named, FeatstoreGraph(indptr, indices)), sampler)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool])
+def test_nodes_that_are_no_whole_numbers_are_refused(dtype: torch.dtype) -> None:
+    data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]).to(dtype), num_nodes=3)
+    with pytest.raises(SourceError, match="nodes are whole numbers"):
+        FeatstoreSampler.from_data(data, [2])
 
 
 def test_a_mini_batch_without_its_edges_is_refused(graph_store: Any, by_place: Any, tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +123,17 @@ def test_all_nodes_are_trained_on(call: Call, store: Path) -> None:
     assert data["cores"] == 1
 
 
+def test_rows_of_other_nodes_are_not_read_by_these_ids(call: Call, tmp_path: Path) -> None:
+    tables = {"features": np.zeros((50, 1)), "edge_features": np.zeros((200, 1))}
+    edges = np.random.default_rng(0).integers(0, 50, (2, 200))
+    featstore.pack(tmp_path / "s", tables, graph={"features": edges}).close()
+    given: list[Any] = ["tune", tmp_path / "s", "--fanouts", "3", "--batch-size", 5, "--step-ms", 0]
+    given += ["--trials", 0, "--seconds", 1]
+    text = call(*given, "--table", "edge_features", code=2).stderr
+    assert "table 'edge_features' (200 rows) is not of the 50 nodes" in text
+    assert parsed(call(*given, "--memory", "16MiB", "--json"))["table"] == "features"
+
+
 def test_usage(call: Call, store: Path, two_tables: Path, train: Path, tmp_path: Path) -> None:
     for options, text in (
         (["--train", train], "--fanouts"),
@@ -135,7 +147,7 @@ def test_usage(call: Call, store: Path, two_tables: Path, train: Path, tmp_path:
         (["--fanouts", "4", "--graph", "none"], "no graph 'none'"),
     ):
         assert text in call("tune", store, *options, code=2).stderr
-    assert "say which with --table" in call("tune", two_tables, "--fanouts", "4", code=2).stderr
+    assert "holds no graph" in call("tune", two_tables, "--fanouts", "4", code=1).stderr
     assert "holds no graph" in call("tune", two_tables, "--fanouts", "4", "--table", "paper", code=1).stderr
     assert "there is no store" in call("tune", tmp_path / "none", "--fanouts", "4", code=1).stderr
     text = call("tune", store, *OPTIONS, "--train", train, "--step-ms", 0, "--memory", "1MiB", code=1).stderr

@@ -161,6 +161,25 @@ def test_a_gap_that_no_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_models()
 
 
+def test_a_page_of_two_buckets_that_was_changed(stopped: Callable[[str], Path]) -> None:
+    """What the one that is done left in it is read back, and would get a new checksum."""
+    path = stopped("buckets")
+    table = json.loads((path / "g000001.journal").read_text())["tables"]["features"]
+    assert table["buckets_written"] > 0
+    assert table["carry_checksum"] != 0
+    wanted, found, zeros = table["carry_checksum"], set[tuple[Path, int]](), np.zeros(4096, np.uint8)
+    for chunk in sorted((path / "g000001/tables/features/rows").glob("c.*")):
+        raw = np.fromfile(chunk, np.uint8)
+        for at in range(0, len(raw), 4096):
+            page = raw[at : at + 4096]
+            for size in range(1, len(page)):
+                if int(crc_pages(np.concatenate([page[:size], zeros[size:]]))[0]) == wanted:
+                    found.add((chunk, at))
+    ((chunk, at),) = found
+    flip(chunk, at)
+    refused(path, "of what was written of the 4 KiB page.*--overwrite")
+
+
 def test_spilled_rows_that_were_changed(tmp_path: Path) -> None:
     layout = TableLayout.choose(100, 100)
     writer = TableWriter(Disk(), layout, lambda chunk: tmp_path / f"c{chunk}", tmp_path / "checksums")

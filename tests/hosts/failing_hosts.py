@@ -40,8 +40,10 @@ def try_to_open(rank: int, hosts: int, folder: str, name: str, bad: int, how: st
     )  # fmt: skip
     given: dict[str, Any] = {"path": f"parts{hosts}", "memory": "16MiB", "timeout_seconds": TIMEOUT_SECONDS}
     read_hosts = split_store.read_hosts
+    if how == "swapped":
+        given["path"] = f"swapped-{rank}"
     if rank == bad:
-        if how == "memory":
+        if how in ("memory", "swapped"):
             given["memory"] = 1
         elif how in ("fail", "interrupt"):  # when all have come
             split_store.read_hosts = globals()[how]  # type: ignore[assignment]

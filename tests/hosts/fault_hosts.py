@@ -25,6 +25,7 @@ import torch.distributed as dist
 import featstore
 from featstore.errors import PeerError
 from featstore.hosts import messages as ms
+from featstore.hosts.beside import Beside
 from featstore.hosts.owners import Owners
 from featstore.loaders.host import mode as host_mode
 from featstore.loaders.host.service import HostService
@@ -90,6 +91,13 @@ def be_host(
         said = {"host": error.host, "rank": error.rank, "what": error.what, "at": time.time()}
         Path(f"{name}.told.{rank}").write_text(json.dumps(said))
         raise
+
+
+def be_beside(store: str) -> None:
+    """Say where this process is, as rank 1, and stay."""
+    said = Beside(dist.FileStore(store, 2), 1, [0], 300.0)
+    time.sleep(ALL_SECONDS)
+    del said
 
 
 def slow_service(name: str, rank: int, *arguments: Any) -> HostService:

@@ -42,6 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
     shutil.copytree(made / "parts2" / "topology", made / "mixed" / "topology")
     shutil.copytree(made / "others" / "host-1", made / "mixed" / "host-1")
     shutil.copytree(made / "parts3" / "topology", made / "without" / "topology")
+    for machine in range(2):
+        shutil.copytree(made / "parts2" / "topology", made / f"swapped-{machine}" / "topology")
+        part = f"host-{1 - machine}"
+        shutil.copytree(made / "parts2" / part, made / f"swapped-{machine}" / part)
     return made
 
 
@@ -79,6 +83,16 @@ def test_others_are_told_at_once_and_all_meet_the_next_time(
         assert text in one["text"]
         assert error in one["text"]
         assert one["notes"] == [f"on host {bad} (rank {bad})"]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_who_fails_is_named_by_its_part(folder: Path, context: Any, bad: int) -> None:
+    """Machines are numbered as they come, and need not have the part of their number."""
+    name = f"swapped-{bad}"
+    assert all_of(context, try_to_open, 2, 2, str(folder), name, bad, "swapped") == [0] * 2
+    told = json.loads((folder / f"{name}.said.{1 - bad}").read_text())
+    assert (told["type"], told["host"], told["rank"]) == ("PeerError", 1 - bad, bad)
+    assert told["notes"] == [f"on host {1 - bad} (rank {bad})"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ import torch.distributed.distributed_c10d as c10d
 from test_split_training import graph_and_rows
 
 from featstore.errors import PeerError
+from featstore.hosts.beside import Beside
 from featstore.hosts.meeting import Rendezvous
 from featstore.hosts.opening import Opening
 from featstore.hosts.places import HostPlace
@@ -150,38 +151,74 @@ def test_ranks_of_a_host_of_which_one_is_gone_are_told(
     name = next(one for one in seeds if random.Random(one).randrange(4) % 2 == (not leads))
     victim, told = fault(folder, context, kind, 2, name, train=True, ranks=2, making=making)
     assert [one["host"] for one in told] == [victim // 2] * 3, told
-    assert any(one["rank"] == victim and what in one["what"] for one in told), told
+    known = [one["rank"] == victim and what in one["what"] for one in told]
+    assert any(known) if leads else all(known), told  # who leads tells of it
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_a_rank_that_ends_before_those_of_its_host_have_met(folder: Path, context: Any, leads: bool) -> None:
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_gone_before_those_of_its_host_have_met(
+    folder: Path, context: Any, kind: str, leads: bool
+) -> None:
     """Those beside it, who wait for it to make its loader, and other hosts do not wait for two minutes."""
-    name, victim = f"unmet-{leads}-{TURN}", 2 if leads else 3
+    ranks = 2 if leads else 3  # those who have met the one that leads have not died with it
+    name, victim, world = f"unmet-{kind}-{leads}-{TURN}", ranks if leads else 2 * ranks - 1, 2 * ranks
     processes = [
         context.Process(
             target=fault_hosts.be_host,
-            args=(rank, 2, str(folder), name, True, None, 2, False, rank == victim),
+            args=(rank, 2, str(folder), name, True, None, ranks, False, rank == victim),
         )
-        for rank in range(4)
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
     try:
-        wait_for([folder / f"{name}.opened.{rank}" for rank in range(4)])
+        wait_for([folder / f"{name}.opened.{rank}" for rank in range(world)])
         time.sleep(0.5)  # others wait for it
-        os.kill(processes[victim].pid, signal.SIGKILL)
+        os.kill(processes[victim].pid, getattr(signal, kind))
         end = time.monotonic() + TIMEOUT_SECONDS + 2 * GRACE_SECONDS
-        others = [rank for rank in range(4) if rank != victim]
+        others = [rank for rank in range(world) if rank != victim]
         for rank in others:
             processes[rank].join(max(0.0, end - time.monotonic()))
-        assert [processes[rank].exitcode for rank in others] == [1] * 3
+        assert [processes[rank].exitcode for rank in others] == [1] * len(others)
     finally:
         for process in processes:
             process.kill()
             process.join()
     told = [json.loads((folder / f"{name}.told.{rank}").read_text()) for rank in others]
-    assert [one["host"] for one in told] == [1] * 3, told
-    assert any(one["rank"] == victim and "has died" in one["what"] for one in told), told
+    assert [one["host"] for one in told] == [1] * len(others), told
+    what = "has died" if kind == "SIGKILL" else "has been stopped"
+    known = [one["rank"] == victim and what in one["what"] for one in told]
+    assert any(known) if leads else all(known), told
+
+
+def test_who_stands_still_is_known_when_there_is_no_time_left(tmp_path: Path, context: Any) -> None:
+    """However long it may; until then it is not given up, nor once it goes on."""
+    beside = Beside(dist.FileStore(str(tmp_path / "store"), 2), 0, [1], 300.0)
+    other = context.Process(target=fault_hosts.be_beside, args=(str(tmp_path / "store"),))
+    other.start()
+
+    def told(now: bool, what: str) -> None:
+        end, found = time.monotonic() + START_SECONDS, beside.gone(now)
+        while (found is None) == bool(what) or (found is not None and what not in found[1]):
+            assert time.monotonic() < end, (found, what)
+            time.sleep(0.05)
+            found = beside.gone(now)
+        assert found is None or found[0] == 1
+
+    try:
+        while not beside._names[1]:
+            told(True, "")
+        os.kill(other.pid, signal.SIGSTOP)
+        told(True, "has been stopped (SIGSTOP)")
+        told(False, "")
+        os.kill(other.pid, signal.SIGCONT)
+        told(True, "")
+        other.kill()
+        told(False, "has died")
+    finally:
+        other.kill()
+        other.join()
 
 
 def test_a_host_that_has_all_rows_that_it_wants_is_told_too(folder: Path, context: Any) -> None:

@@ -210,6 +210,31 @@ def test_rows_of_edges_in_partitions_are_within_the_memory(world: Any) -> None:
                 np.testing.assert_array_equal(batch.pyg().edge_attr, of_edge(batch.pyg().e_id.numpy()))
 
 
+def test_rows_of_edges_are_counted_beforehand(world: Any) -> None:
+    """By a forecast, and by the choice of a mode that follows from one."""
+    store, _ = world
+    options: dict[str, Any] = {"seeds": np.arange(90), "fanouts": (3,), "batch_size": 10, "disk": "64MiB"}
+    costs = {
+        name: store.loader_costs(**options, memory="64MiB", share=1, seconds=60, edge_table=name)
+        for name in (None, "edge_features")
+    }
+    bare, whole = costs[None].modes, costs["edge_features"].modes
+    assert whole["rolling"].bytes_written > bare["rolling"].bytes_written > 0
+    assert "rows of edges" in whole["partitions"].reason
+    with store.loader(**options, memory="64MiB", edge_table="edge_features") as loader:
+        assert loader.costs.modes["rolling"].bytes_written == whole["rolling"].bytes_written
+        assert loader.mode == costs["edge_features"].mode
+    how: dict[str, Any] = {"mode": "compiled", "name": "counted", "memory": "64MiB"}
+    taken = []
+    for name in (None, "edge_features"):
+        with store.loader(**options, **how, edge_table=name):
+            there = (store.path / "packs" / "counted").rglob("rows/c.*")
+            taken.append(sum(path.stat().st_size for path in there))
+    assert taken[1] > taken[0]
+    more = whole["compiled"].disk_bytes - bare["compiled"].disk_bytes
+    assert more == pytest.approx(taken[1] - taken[0], rel=0.2)
+
+
 def test_numbers_come_without_rows(world: Any) -> None:
     store, index = world
     with store.loader(seeds=np.arange(50), fanouts=(4,), memory="64MiB") as loader:

@@ -142,6 +142,22 @@ def test_what_names_two_arrays_is_of_the_type(tmp_path: Path) -> None:
             NeighborLoader(store, [3], (1, 2, 3))
 
 
+def test_arrays_that_are_named_do_not_replace_what_mini_batches_have(tmp_path: Path) -> None:
+    pytest.importorskip("torch_geometric")
+    from featstore.adapters.pyg import NeighborLoader
+
+    arrays = {f"paper.{name}": LABELS for name in ("input_id", "num_nodes", "y")}
+    with featstore.pack(
+        tmp_path / "s", {"paper": ROWS}, graph={("paper", "cites", "paper"): EDGES}, arrays=arrays
+    ) as store:
+        for name in ("paper.input_id", "paper.num_nodes"):
+            with pytest.raises(ArgumentError, match=f"'{name}' means something else"):
+                NeighborLoader(store, [3], "paper", memory="32MiB", attach=["paper.y", name])
+        with NeighborLoader(store, [3], "paper", memory="32MiB", attach="paper.y") as loader:
+            data = next(iter(loader))
+        np.testing.assert_array_equal(data["paper"].y.numpy(), LABELS[data["paper"].n_id.numpy()])
+
+
 def test_text_is_left_out_of_pygs_mini_batches(tmp_path: Path) -> None:
     """torch has none: a warning says so, of stores with and without types; arrays have it."""
     pytest.importorskip("torch_geometric")

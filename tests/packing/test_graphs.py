@@ -294,6 +294,31 @@ def test_malformed_text_names_the_line(tmp_path: Path, text: str) -> None:
         open_graph(path)
 
 
+@pytest.mark.parametrize("between", [" ", ",", "\t", ";"])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("0-1\n2-3\n4-5\r6-7\r8-9\r", 3), ("0-1\r2-3\r", 1), ("s-t\r0-1\r", 1), ("# a\r0-1\r", 1),
+        ("source-target\r0-1\r2-3", 1), ("0-1\n# a\r2-3\n", 2), ("0-1\n\r2-3\n", 2),
+    ],
+)  # fmt: skip
+def test_lines_that_end_with_a_carriage_return_alone_are_refused(
+    tmp_path: Path, between: str, text: str, line: int
+) -> None:
+    """Not passed over as columns, or as a comment."""
+    path = tmp_path / "edges.txt"
+    path.write_bytes(text.replace("-", between).encode())
+    with pytest.raises(SourceError, match=rf"line {line} .*carriage return"):
+        open_graph(path)
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r\r\n"])
+def test_lines_that_end_with_both(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "edges.txt"
+    path.write_bytes(f"# a{end}0 1{end}{end}2 3\r".encode())
+    check(open_graph(path, nodes=NODES), np.array([[0, 2], [1, 3]]))
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".el", ".csv.gz", ".txt.gz"])
 @pytest.mark.parametrize("header", ["", "src{0}dst\n", "# from to\n\n", "id{0}target{0}source\n", "a{0}b\n"])
 def test_text(tmp_path: Path, suffix: str, header: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,6 +658,8 @@ def test_failed_scratch_writes_are_typed_and_leave_nothing(
         ("a.parquet", "w"),
         ("a.npz", "edge_attr"),
         ("m.npz", "data"),
+        ("adj.npz", "adj_data"),
+        ("csc.npz", "data"),
         ("", "values"),
     ],
 )
@@ -650,6 +677,13 @@ def test_data_of_edges_that_is_not_stored_is_warned_of(tmp_path: Path, name: str
         np.savez(path, edge_index=ends, edge_attr=np.ones((3, 2)))
     elif name == "m.npz":
         sp.save_npz(path, weighted)
+    elif name in ("adj.npz", "csc.npz"):
+        prefix = "adj_" if name == "adj.npz" else ""
+        parts = {one: getattr(weighted, one) for one in ("data", "indices", "indptr")}
+        np.savez(path, **{f"{prefix}{one}": values for one, values in parts.items()})
+        for key in [name[:3]] if prefix else []:
+            with pytest.warns(FeatstoreWarning, match="not stored: .*adj_data"):
+                open_graph(path, nodes=3, key=key)
     else:
         path = weighted
     with pytest.warns(FeatstoreWarning, match=rf"not stored: .*{what}") as warned:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from featstore.errors import (
     StoreExistsError,
     UnknownNameError,
 )
+from featstore.storage import store as store_module
 
 
 def test_tables_and_their_maps(store: featstore.Store, features: np.ndarray) -> None:
@@ -299,6 +301,55 @@ def test_a_trace_is_recorded_where_its_parents_are_not(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FeatstoreError, match="is a file; give the path of a directory"):
         featstore.Trace.record([np.arange(3)], tmp_path / "file")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_store_that_another_has_replaced_is_not_taken_for_it(tmp_path: Path, verify: bool) -> None:
+    """Generations of both have the same number, and their files the same sizes."""
+    path = tmp_path / "s"
+    with featstore.pack(path, np.zeros((50, 3))) as store:
+        kept = pickle.dumps(store)
+        with store.reader(verify=verify) as reader:
+            shutil.rmtree(path)
+            with featstore.pack(path, np.ones((50, 3))) as other:
+                assert other.manifest.generation == store.manifest.generation
+                with pytest.raises(IncompleteStoreError, match="packed anew, since it was opened"):
+                    store.reader(verify=verify)
+                with pytest.raises(IncompleteStoreError, match="open the store anew"):
+                    pickle.loads(kept)
+                assert (other.reader().read([3]) == 1).all()
+            assert (reader.read([3]) == 0).all(), "it has its files"
+
+
+def test_one_that_is_packed_anew_alike_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with featstore.pack(path, np.zeros((50, 3))) as store:
+        kept = pickle.dumps(store)
+    shutil.rmtree(path)
+    featstore.pack(path, np.zeros((50, 3))).close()
+    with pickle.loads(kept) as again, again.reader() as reader:
+        assert (reader.read([3]) == 0).all()
+
+
+def test_what_is_left_of_a_generation_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a foreign file, while a new one is there."""
+    path = tmp_path / "s"
+    featstore.pack(path, np.zeros((50, 3))).close()
+    (path / "g000001" / "note").write_text("of mine")
+    read, turns = store_module.read_manifest, []
+
+    def overtaken(store: Path) -> Any:
+        found = read(store)
+        if not turns:
+            turns.append(1)
+            featstore.pack(path, np.ones((50, 3)), overwrite=True).close()
+        return found
+
+    monkeypatch.setattr(store_module, "read_manifest", overtaken)
+    with featstore.open(path) as store, store.reader() as reader:
+        assert (path / "g000001" / "note").exists()
+        assert store.manifest.generation == "g000002"
+        assert (reader.read([3]) == 1).all()
 
 
 def test_names_that_are_not_there(packed: Path) -> None:

@@ -87,6 +87,7 @@ def command(
     import featstore
     from featstore.sampling.batches import open_sampler
     from featstore.sampling.stored import StoredSampler
+    from featstore.storage.relations import is_edge_table
     from featstore.tune.tuning import tune
     from featstore.tune.workload import WORKER_SECONDS_MAX, can_have_workers, neighbour_batches, stand_in
 
@@ -95,7 +96,14 @@ def command(
             "--hidden is of the GraphSAGE that stands in for a model; --step-ms takes none"
         )
     with featstore.open(store) as opened, progress("tuning", unit="steps") as tell:
-        target, chosen = chosen_table(opened, table_name), chosen_graph(opened, graph)
+        chosen = chosen_graph(opened, graph)
+        target = chosen.table if table_name is None else chosen_table(opened, table_name)
+        if target.rows != chosen.table.rows or is_edge_table(target.name, opened.tables):
+            raise click.BadParameter(
+                f"table {target.name!r} ({target.rows:,} rows) is not of the {chosen.table.rows:,} nodes of "
+                f"the graph, which are those of table {chosen.table.name!r}",
+                param_hint="--table",
+            )
         nodes = np.arange(chosen.table.rows) if train is None else train_nodes(opened, train)
         step = (
             _sleeper(step_ms)

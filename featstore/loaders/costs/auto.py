@@ -15,6 +15,7 @@ from featstore.loaders.costs.result import LoaderCosts
 from featstore.loaders.costs.seen import look_at_batches
 from featstore.loaders.options import AUTO, AUTO_OPTIONS, OF_MODES
 from featstore.loaders.prefetch import Sampler
+from featstore.loaders.whole import Whole
 from featstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ class Taken(NamedTuple):
 
 def auto(
     store: OpenStore, batches: Sampler, own: OwnSampling | None, memory_bytes: int, given: Mapping[str, Any],
-    reading: Mapping[str, Any],
+    reading: Mapping[str, Any], whole: Whole,
 ) -> Taken:  # fmt: skip
     """Choose. ``batches``: given, or those of the store's own sampling, which is ``own``; ``given``: options
-    of the loader."""
+    of the loader; ``whole``: what is wanted of each mini-batch."""
     repeat, epochs, step = (given.get(name) for name in AUTO_OPTIONS)
     repeats = isinstance(batches, list | tuple) if repeat is None else args.as_flag(repeat, "repeat")
     epochs = EPOCHS_ASSUMED if epochs is None else args.as_count(epochs, "epochs")
@@ -64,10 +65,12 @@ def auto(
         )  # fmt: skip
     wanted = Training(
         batches, given.get("nodes"), own, memory_bytes, given["disk"], repeats, epochs, step, LOOKED_SECONDS,
-        reading,
+        reading, whole,
     )  # fmt: skip
     try:
-        seen = look_at_batches(store, batches, wanted.nodes, seconds=LOOKED_SECONDS, share=LOOKED_SHARE)
+        seen = look_at_batches(
+            store, batches, wanted.nodes, whole, seconds=LOOKED_SECONDS, share=LOOKED_SHARE
+        )  # fmt: skip
     except (ArgumentError, SourceError) as error:  # of which mode online may take more
         return Taken("online", f"what they cost elsewhere cannot be told: {error}", None)
     # without trying partitions out, which auto does not take, in as much memory again

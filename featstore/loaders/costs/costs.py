@@ -16,7 +16,7 @@ from featstore.errors import ArgumentError, FeatstoreError
 from featstore.loaders.costs.choose import choice
 from featstore.loaders.costs.online import online_cost
 from featstore.loaders.costs.packed import compiled_cost, rolling_cost
-from featstore.loaders.costs.partitions import OwnSampling, partitions_cost
+from featstore.loaders.costs.partitions import OwnSampling, not_told, partitions_cost
 from featstore.loaders.costs.result import LoaderCosts, ModeCost
 from featstore.loaders.costs.seen import Looked, look_at_batches
 from featstore.loaders.costs.world import World
@@ -24,7 +24,8 @@ from featstore.loaders.options import MODES
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.shares import MemoryShares, wanted_bytes
 from featstore.loaders.train import forecast_once
-from featstore.loaders.whole import WantedRows
+from featstore.loaders.typed import whole_of
+from featstore.loaders.whole import Whole
 from featstore.reader.options import as_memory, check_reading
 from featstore.sampling.batches import SampledBatches, open_sampler, sampler_needs
 from featstore.storage.relations import graph_of
@@ -52,11 +53,13 @@ class Training:
     train_seconds: float | None
     seconds: float
     reading: Mapping[str, Any]
+    whole: Whole  # what is wanted of each
 
 
 def loader_costs(
     store: OpenStore, batches: Sampler | None = None, *, seeds: Any = None,
-    fanouts: Sequence[int] | None = None, batch_size: int = 1024, seed: int = 0, graph: str | None = None,
+    fanouts: Sequence[int] | None = None, batch_size: int | None = None, seed: int | None = None,
+    graph: str | None = None, edge_table: str | None = None,
     memory: int | str = MEMORY, disk: int | str | None = None, repeat: bool | None = None, epochs: int = 10,
     train_seconds: float | None = None, nodes: Callable[[Any], Any] | None = None,
     epoch_batches: int | None = None, seconds: float = LOOKED_SECONDS, share: float = LOOKED_SHARE,
@@ -68,15 +71,16 @@ def loader_costs(
 
     Args:
         store: the open store.
-        batches, seeds, fanouts, batch_size, seed, graph, nodes, memory, disk, engine, queue_depth, threads,
-            verify: as for :class:`featstore.loaders.loader.Loader`. ``batches`` are gone through here, too:
-            what depends on how often that happened (a shuffling data loader without a generator of its own)
-            gives others afterwards.
+        batches, seeds, fanouts, batch_size, seed, graph, edge_table, nodes, memory, disk, engine,
+            queue_depth, threads, verify: as for :class:`featstore.loaders.loader.Loader`; 1024 seeds of a
+            mini-batch by default. ``batches`` are gone through here, too: what depends on how often that
+            happened (a shuffling data loader without a generator of its own) gives others afterwards.
         repeat: mini-batches are the same in every epoch; by default a list or tuple of them is.
         epochs: how many are trained, over which preparing once is spread.
         train_seconds: of a training step on one mini-batch; by default training costs nothing, and what is
             compared is loading.
-        epoch_batches: mini-batches of an epoch, where ``batches`` has no length.
+        epoch_batches: mini-batches of an epoch, where ``batches`` has no length, which it must be
+            otherwise.
         seconds, share: look at mini-batches for about so long, and at this share of an epoch (or 16), at
             most. With ``share=1`` and time enough all are looked at, and bytes of mode compiled are exact:
             then a trace is recorded in the store's ``packs`` for a moment.
@@ -95,32 +99,38 @@ def loader_costs(
     repeats = isinstance(batches, list | tuple) if repeat is None else args.as_flag(repeat, "repeat")
     nodes = None if nodes is None else args.as_function(nodes, "nodes")
     reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify, "threads": threads}
-    own = None
+    whole, own = whole_of(store, edge_table, (), named=nodes is not None), None
     with ExitStack() as stack:
         if batches is not None:
-            if seeds is not None or fanouts is not None:
-                raise ArgumentError("seeds= and fanouts= are for the store to sample: give batches or these")
+            sampling = {"seeds": seeds, "fanouts": fanouts, "batch_size": batch_size, "seed": seed}
+            for name, value in (sampling | {"graph": graph}).items():
+                if value is not None:
+                    raise ArgumentError(
+                        f"{name}= is for the store to sample: give batches or seeds, not both"
+                    )
             args.as_batches(batches, "batches")
             check_repeatable(batches)
         elif seeds is None or fanouts is None:
             raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
         else:
-            own = OwnSampling(
-                seeds, args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"), graph
-            )  # fmt: skip
-            whole, least = sampler_needs(store, own.fanouts, graph)
-            shares = MemoryShares(memory_bytes, whole, least_bytes=least)
+            size = 1024 if batch_size is None else args.as_count(batch_size, "batch_size")
+            own = OwnSampling(seeds, args.as_fanouts(fanouts), size, graph)
+            whole.check_sampled(graph_of(store, graph))
+            most, least = sampler_needs(store, own.fanouts, graph)
+            shares = MemoryShares(memory_bytes, most, least_bytes=least)
             with shares.told_of_all():
+                drawn = 0 if seed is None else args.as_integer(seed, "seed")
                 sampler = open_sampler(
-                    store, own.fanouts, seed=args.as_integer(seed, "seed"), graph=graph,
-                    memory=shares.sampler_bytes,
+                    store, own.fanouts, seed=drawn, graph=graph, memory=shares.sampler_bytes
                 )  # fmt: skip
             train = store.arrays[seeds] if isinstance(seeds, str) else seeds
             batches = stack.enter_context(SampledBatches(sampler, train, own.batch_size, own=True))
         asked = Training(
-            batches, nodes, own, memory_bytes, disk, repeats, epochs, step, seconds, reading
+            batches, nodes, own, memory_bytes, disk, repeats, epochs, step, seconds, reading, whole
         )  # fmt: skip
-        seen = look_at_batches(store, batches, nodes, seconds=seconds, share=share, epoch_batches=per_epoch)
+        seen = look_at_batches(
+            store, batches, nodes, whole, seconds=seconds, share=share, epoch_batches=per_epoch
+        )  # fmt: skip
         return costs_of(store, asked, seen)
 
 
@@ -132,9 +142,13 @@ def costs_of(store: OpenStore, asked: Training, seen: Looked, *, tried: bool = T
         parse_disk(asked.disk, store), free_bytes(store.path), asked.train_seconds or 0.0, asked.reading,
     )  # fmt: skip
     exact = _decided(world, asked) if seen.whole else None
+    parts = (
+        partitions_cost(world, asked.own, asked.memory_bytes, asked.seconds if tried else 0)
+        if not asked.whole.wanted_edge_tables else not_told("what it costs with rows of edges")
+    )  # fmt: skip
     found = {
         "online": online_cost(world), "compiled": compiled_cost(world, exact), "rolling": rolling_cost(world),
-        "partitions": partitions_cost(world, asked.own, asked.memory_bytes, asked.seconds if tried else 0),
+        "partitions": parts,
     }  # fmt: skip
     modes: dict[str, ModeCost] = {name: found[name] for name in MODES}
     mode, because = choice(modes, disk=asked.disk is not None, repeats=asked.repeats, epochs=asked.epochs)
@@ -157,7 +171,7 @@ def _shares(store: OpenStore, asked: Training, seen: Looked) -> MemoryShares:
 
 def _decided(world: World, asked: Training) -> CompileForecast | str:
     """What compiling the epoch would give, or why nobody can tell."""
-    recorded = WantedRows(asked.batches, asked.nodes, None, recorded=True)
+    recorded = asked.whole.recorded(asked.batches, asked.nodes)
     try:
         return forecast_once(
             world.store, recorded.epoch, _NAME, memory=world.memory_bytes, disk=asked.disk

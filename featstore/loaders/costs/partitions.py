@@ -43,7 +43,7 @@ def partitions_cost(world: World, own: OwnSampling | None, memory_bytes: int, se
     if own is None:
         reason = "it samples by itself: give seeds= and fanouts= instead of batches"
         if world.store.edge_types:
-            reason = "what it costs over several types is not told beforehand: try it, mode='partitions'"
+            return not_told("what it costs over several types")
         return ModeCost("partitions", False, reason, _CHANGES)
     try:
         loading = _loading(world, own, memory_bytes)
@@ -58,6 +58,13 @@ def partitions_cost(world: World, own: OwnSampling | None, memory_bytes: int, se
     finally:
         loading.reader.close()
     return _cost(world, loading, found, own, memory_bytes, seconds)
+
+
+def not_told(what: str) -> ModeCost:
+    """The cost of the mode where nobody knows it beforehand."""
+    return ModeCost(
+        "partitions", False, f"{what} is not told beforehand: try it, mode='partitions'", _CHANGES
+    )
 
 
 def _loading(world: World, own: OwnSampling, memory_bytes: int, resident: int | None = None) -> Loading:

@@ -17,7 +17,7 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.divided import drawn_here
 from featstore.loaders.online.content import Content
 from featstore.loaders.prefetch import Sampler, epoch_of
-from featstore.loaders.whole import WantedRows
+from featstore.loaders.whole import Whole
 from featstore.sampling.minibatch import split, table_of
 from featstore.trace.sample_encoder import encode
 
@@ -63,18 +63,24 @@ class Looked:
 
 
 def look_at_batches(
-    store: OpenStore, batches: Sampler, nodes: Callable[[Any], Any] | None, *, seconds: float, share: float,
-    epoch_batches: int | None = None,
+    store: OpenStore, batches: Sampler, nodes: Callable[[Any], Any] | None, whole: Whole, *,
+    seconds: float, share: float, epoch_batches: int | None = None,
 ) -> Looked:  # fmt: skip
     """Look at mini-batches of epoch 0 for about ``seconds``, and at ``share`` of them at most, or 16. Those
     that can be asked for by number are taken from all over the epoch, of others the first.
 
-    Raises ArgumentError where nobody knows how many an epoch has, SourceError where there are none, and what
+    Raises ArgumentError where nobody knows how many an epoch has, or it has others than ``epoch_batches``,
+    SourceError where there are none, and what
     sampling raises.
     """
     begin = time.perf_counter()
     epoch = epoch_of(batches, 0)
     length = known_length(epoch)
+    if None is not length != epoch_batches is not None:
+        raise ArgumentError(
+            f"epoch_batches={epoch_batches:,}: an epoch has {length:,} mini-batches; leave it out, it is for "
+            "those without a length"
+        )
     count = epoch_batches if length is None else length
     most = None if count is None else min(count, max(LEAST_BATCHES, int(share * count)))
     ids: dict[str, list[NDArray[np.int64]]] = {}
@@ -83,7 +89,7 @@ def look_at_batches(
     held_most, drawn = 0, drawn_here(batches)
     times: list[tuple[float, float]] = []
     held, last, ended = 0, _clocks(), False
-    recorded = iter(WantedRows(_Chosen(epoch, most), nodes, None, recorded=True).epoch(0))
+    recorded = iter(whole.recorded(_Chosen(epoch, most), nodes).epoch(0))
     while most is None or len(sizes) < most:
         one = next(recorded, None)
         if one is None:

@@ -13,10 +13,9 @@ import os
 import pickle
 import select
 import socket
-import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from featstore.base.system import asking, refusal
@@ -25,10 +24,9 @@ from featstore.errors import ArgumentError, ClosedError, WaitTimeoutError
 from featstore.shared import protocol
 
 MEET_SECONDS = 120.0  # for which ranks wait for each other's loaders to be made
-_AGAIN_SECONDS, _LOOK_SECONDS = 0.02, 0.2
+_AGAIN_SECONDS, LOOK_SECONDS = 0.02, 0.2
 _MESSAGE_BYTES_MAX = 1 << 18
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)  # the other end is, or this one
-_PEER = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 class Line:
@@ -43,8 +41,7 @@ class Line:
     @property
     def is_ours(self) -> bool:
         """Whether a process of this user is at the other end."""
-        _, user, _ = _PEER.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        return bool(user == os.getuid())
+        return protocol.peer_of(self.socket).user == os.getuid()
 
     def say(self, *message: Any, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message. One to somebody who is gone is lost: who hears from him learns that."""
@@ -139,33 +136,27 @@ class Meeting:
                 "no other run has"
             ) from error
 
-    def lines(self, count: int, check: Callable[[], None]) -> list[Line]:
+    def lines(self, count: int, check: Callable[[bool], None]) -> Iterator[Line]:
         """Those of so many others, as they come. Raises WaitTimeoutError, ClosedError; while it waits, what
-        ``check`` raises."""
-        found: list[Line] = []
-        end = time.monotonic() + MEET_SECONDS
-        try:
-            while len(found) < count:
-                left = end - time.monotonic()
-                if not heard_from([self.socket], max(0.0, min(left, _LOOK_SECONDS))):
-                    check()
-                    if left > 0:
-                        continue
-                    raise WaitTimeoutError(
-                        f"of {count + 1} ranks of this host {len(found) + 1} have made their shared loader "
-                        f"within {MEET_SECONDS:.0f} seconds: all have to, with the same shared="
-                    )
-                with protocol.forking, asking("the loader of this host", "make a socket of"):
-                    line = Line(self.socket.accept()[0])
-                if line.is_ours:
-                    found.append(line)
-                else:
-                    line.close()
-        except BaseException:
-            for line in found:
+        ``check`` raises, which is told whether it has waited too long."""
+        found, end = 0, time.monotonic() + MEET_SECONDS
+        while found < count:
+            left = end - time.monotonic()
+            if not heard_from([self.socket], max(0.0, min(left, LOOK_SECONDS))):
+                check(left <= 0)
+                if left > 0:
+                    continue
+                raise WaitTimeoutError(
+                    f"of {count + 1} ranks of this host {found + 1} have made their shared loader within "
+                    f"{MEET_SECONDS:.0f} seconds: all have to, with the same shared="
+                )
+            with protocol.forking, asking("the loader of this host", "make a socket of"):
+                line = Line(self.socket.accept()[0])
+            if line.is_ours:
+                found += 1
+                yield line
+            else:
                 line.close()
-            raise
-        return found
 
     def forked(self) -> None:
         self.socket.close()
@@ -175,9 +166,10 @@ class Meeting:
         self.socket.close()
 
 
-def line_to(address: str, check: Callable[[], None], opening_seconds: float = 0.0) -> Line:
+def line_to(address: str, check: Callable[[bool], None], opening_seconds: float = 0.0) -> Line:
     """A line to the owner at an address, who may come later than this rank, also by what it opens first.
-    Raises WaitTimeoutError, ClosedError, DeviceError; while it waits, what ``check`` raises."""
+    Raises WaitTimeoutError, ClosedError, DeviceError; while it waits, what ``check`` raises, which is told
+    whether it has waited too long."""
     seconds = MEET_SECONDS + opening_seconds
     end = time.monotonic() + seconds
     while True:
@@ -192,8 +184,9 @@ def line_to(address: str, check: Callable[[], None], opening_seconds: float = 0.
                 raise refusal(error, "the loader of this host", "connect to") from error
             else:
                 break
-        check()
-        if time.monotonic() > end:
+        late = time.monotonic() > end
+        check(late)
+        if late:
             raise WaitTimeoutError(
                 f"local rank 0 has not made its shared loader within {seconds:.0f} seconds: all ranks "
                 "of a host have to, with the same shared="

@@ -125,7 +125,7 @@ class HostMode(OneProcess, Mode):
 
     def _hear(self, seconds: float | None) -> tuple[tuple[Any, ...] | None, list[int]]:
         if self._pulse is None:
-            return self._line.hear(seconds)
+            return self._line.hear() if seconds is None else self._place.hear(self._line, seconds)
         try:
             return self._pulse.hear()
         except WaitTimeoutError:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from featstore.arguments import as_text
 from featstore.base.warning import warn
-from featstore.errors import ArgumentError, ClosedError, PeerError
+from featstore.errors import ArgumentError, ClosedError, PeerError, WaitTimeoutError
 from featstore.hosts.beside import Beside
 from featstore.hosts.places import HostPlace
 from featstore.hosts.split_store import WholeStore
-from featstore.loaders.host.line import MEET_SECONDS, Line
+from featstore.loaders.host.line import LOOK_SECONDS, MEET_SECONDS, Line
 from featstore.loaders.said import told
 
 #: What tells one run of ``torchrun`` from another on the same host.
@@ -26,8 +27,8 @@ _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
 
 class Place(NamedTuple):
     """``local_rank`` of the ``ranks`` of this host, and the ``name`` under which they meet. Of several hosts
-    which one it is, after how many seconds in which a rank says nothing it is given up, and who knows whether
-    those beside this one are there before they have met."""
+    which one it is, after how many seconds in which a rank says nothing it is given up, who knows whether
+    those beside this one are there before they have met, and what tells other hosts of one that is gone."""
 
     local_rank: int
     ranks: int
@@ -35,6 +36,7 @@ class Place(NamedTuple):
     host: HostPlace | None = None
     timeout_seconds: float | None = None
     beside: Beside | None = None
+    give_up: Callable[[PeerError], None] | None = None
 
     @property
     def address(self) -> str:
@@ -51,11 +53,26 @@ class Place(NamedTuple):
         wait for its rows."""
         return ClosedError(said) if self.host is None else self._peer(local_rank, "has died")
 
-    def check_beside(self) -> None:
-        """Raise PeerError where a rank of this host, which is one of several, has ended before they met."""
-        gone = None if self.beside is None else self.beside.gone()
+    def check_beside(self, now: bool = False) -> None:
+        """Raise PeerError where a rank of this host, which is one of several, has ended before they met, or
+        stands still for too long; ``now``: at all."""
+        gone = None if self.beside is None else self.beside.gone(now)
         if gone is not None and self.host is not None:
-            raise self._peer(gone % self.ranks, "has died")
+            raise PeerError(self.host.host, *gone)
+
+    def hear(self, line: Line, seconds: float) -> tuple[tuple[Any, ...] | None, list[int]]:
+        """As :meth:`Line.hear`; looks meanwhile whether those beside this one are there."""
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            try:
+                return line.hear(max(0.0, min(left, LOOK_SECONDS)))
+            except WaitTimeoutError:
+                self.check_beside(left <= 0)
+                if left <= 0:
+                    raise WaitTimeoutError(
+                        f"a rank of this host has said nothing for {seconds:.0f} seconds"
+                    ) from None
 
     def _peer(self, local_rank: int, what: str) -> PeerError:
         assert self.host is not None
@@ -131,7 +148,7 @@ def introduced(
     ClosedError."""
     found: dict[int, tuple[int, Line]] = {}
     for line in lines:
-        message, _ = line.hear(MEET_SECONDS)
+        message, _ = place.hear(line, MEET_SECONDS)
         if message is None:
             raise ClosedError("a rank of this host has ended while the shared loader was made")
         _, local, its_rank, theirs = message
@@ -165,4 +182,4 @@ def on_host(shared: bool | str, own: Mapping[str, Any], store: WholeStore) -> Pl
             "shared=True, and the ranks of a host share a loader"
         )
     name = f"{place.name} host {host.host} of {host.hosts}"
-    return Place(host.local_rank, host.ranks, name, host, store.timeout_seconds, store.beside)
+    return Place(host.local_rank, host.ranks, name, host, store.timeout_seconds, store.beside, store.give_up)

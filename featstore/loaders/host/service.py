@@ -16,12 +16,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from typing import Any, TypeVar
 
 from featstore.base.logs import LOG
 from featstore.base.passed_errors import encode_error
 from featstore.base.threads import Wake, Worker
-from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreError, PeerError
 from featstore.loaders.batch import Batch, attached_to
 from featstore.loaders.host.line import Line, Meeting, heard_from
 from featstore.loaders.host.place import Place, introduced
@@ -57,11 +58,7 @@ class HostService:
         make: Callable[[tuple[int, ...], int], Mode],
     ) -> None:  # fmt: skip
         self._place = place
-        meeting = Meeting(place.address)
-        try:
-            lines = meeting.lines(place.ranks - 1, place.check_beside)
-        finally:
-            meeting.close()
+        meeting, lines = Meeting(place.address), list[Line]()
         self._made: Mode | None = None
         self._stands: int | None = 0  # at the begin of which epoch the mode does
         self._changed = Wake()
@@ -73,6 +70,9 @@ class HostService:
         self._hearing = Worker(self._hear, "featstore-host-hear")
         self._going = Worker(self._go, "featstore-host")
         try:
+            with closing(meeting):
+                for line in meeting.lines(place.ranks - 1, place.check_beside):
+                    lines.append(line)
             ranks, lines = introduced(lines, rank, options, place)
             self._slots = Slots(memory_bytes, place.ranks)
             self._ranks = [
@@ -335,6 +335,8 @@ class HostService:
             if self._failed or self._ended:
                 return
             self._failed = self._closing = True
+            if isinstance(error, PeerError) and self._place.give_up is not None:
+                self._place.give_up(error)  # while local rank 0 may not look for long
             failed = error_of(error)
             for one in reversed(self._ranks):  # the owner's own at last: it may end the process then
                 if not one.closed:

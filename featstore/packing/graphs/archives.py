@@ -32,8 +32,7 @@ def open_npz(path: Path, nodes: int | None, building: Building, key: str | None)
     source = file_fingerprint("npz", path, key=key or "")
     if key is None:
         left_out(str(path), _of_edges(path, nodes))
-        if {"data", "indices", "format"} <= keys and _has_values(path):
-            left_out(str(path), ["data (its values)"])
+    left_out(str(path), _values_beside(path, keys, key))
     if key is None and {"format", "shape"} <= keys:
         layout = read_member(path, "format").tobytes().replace(b"\0", b"").decode("ascii", "replace")
         shape = tuple(int(n) for n in read_member(path, "shape").reshape(-1))
@@ -75,9 +74,18 @@ def _of_edges(path: Path, nodes: int | None) -> list[str]:
     )  # fmt: skip
 
 
-def _has_values(path: Path) -> bool:
-    """Whether a SciPy matrix in an archive has other values than 1."""
-    with MemberReader(path, "data") as reader:
+def _values_beside(path: Path, keys: set[str], key: str | None) -> list[str]:
+    """The values of the sparse matrix that is taken, where it has others than 1."""
+    prefix = "" if key is None and {"indptr", "indices"} <= keys else f"{key or 'adj'}_"
+    if key is None and {"format", "shape"} <= keys:
+        prefix = ""
+    has = f"{prefix}data" in keys and (f"{prefix}indices" in keys or {"format", "row"} <= keys)
+    return [f"{prefix}data (its values)"] if has and _has_values(path, f"{prefix}data") else []
+
+
+def _has_values(path: Path, member: str) -> bool:
+    """Whether a sparse matrix in an archive has other values than 1."""
+    with MemberReader(path, member) as reader:
         left = reader.header.values
         while left:
             count = min(CHECK_ITEMS, left)

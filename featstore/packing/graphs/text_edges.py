@@ -48,6 +48,14 @@ def end_of_quoted(text: NDArray[np.uint8], at: int) -> np.int64:
     return np.int64(-1)
 
 
+@njit(**INLINED)
+def ends_line(text: NDArray[np.uint8], at: int) -> bool:
+    """Whether the carriage return there is of a line's end, and not inside of it."""
+    while at < text.size and text[at] == 13:
+        at += 1
+    return bool(at >= text.size or text[at] == 10)
+
+
 @njit(cache=True, nogil=True)
 def parse_pairs(
     text: NDArray[np.uint8], column_a: int, column_b: int, parted: int, a: NDArray[np.int64],
@@ -59,9 +67,13 @@ def parse_pairs(
     tab, comma, semicolon, space = (9, 44, 59, 32) if parted == ANY else (parted, parted, parted, parted)
     while at < size:
         while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
+            if text[at] == 13 and not ends_line(text, at):
+                return pairs, at
             at += 1
         if at < size and (text[at] == 35 or text[at] == 37 or text[at] == 10):
             while at < size and text[at] != 10:
+                if text[at] == 13 and not ends_line(text, at):
+                    return pairs, at
                 at += 1
             at += 1
             continue
@@ -97,6 +109,8 @@ def parse_pairs(
                 while at < size and text[at] not in (10, 13, tab, comma, semicolon, space):
                     at += 1
             while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
+                if text[at] == 13 and not ends_line(text, at):
+                    return pairs, at
                 at += 1
             if at >= size or text[at] == 10:
                 break
@@ -136,6 +150,11 @@ class TextEdges:
         lines = chunk.split(b"\n")
         for number, line in enumerate(lines):
             text = line.strip()
+            if b"\r" in line.rstrip(b"\r") and b'"' not in line:
+                raise SourceError(
+                    f"{self.name}: line {number + 1} ({line[:80].decode('utf-8', 'replace')!r}) has a "
+                    "carriage return inside it: end lines with a line feed, or both (dos2unix -c mac)"
+                )
             if not text or text[:1] in b"#%":
                 continue
             is_header, first_cell = not re.match(rb"-?[0-9]", text), line.partition(b"\t")[0].strip()
@@ -219,8 +238,8 @@ class TextEdges:
                 line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")
                 raise SourceError(
                     f"{self.name}: line {number:,} ({line!r}) has no integers in columns "
-                    f"{self._columns[0] + 1} and {self._columns[1] + 1}, or a quote that does not end there; "
-                    "write one edge a line, as source and target"
+                    f"{self._columns[0] + 1} and {self._columns[1] + 1}, a quote that does not end there, or "
+                    "a carriage return inside it; write one edge a line, as source and target"
                 )
             for low in range(0, pairs, block_edges):
                 high = min(pairs, low + block_edges)
