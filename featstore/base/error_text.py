@@ -8,6 +8,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def named(error: BaseException) -> str:
+def name_and_line(error: BaseException) -> str:
     """Its name, and what it says first."""
     return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__

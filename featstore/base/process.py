@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NoReturn
 
 from featstore.errors import ArgumentError, ClosedError
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process of this system stands still, as SIGSTOP has it; False for one that cannot be seen."""
+    try:
+        said = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return False
+    return said.rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 class OneProcess:

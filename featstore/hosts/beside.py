@@ -15,9 +15,9 @@ import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from featstore.base.process import is_stopped
 from featstore.base.system import asking
 from featstore.hosts.opening import default_store, has_begun, within
 from featstore.hosts.places import HostPlace
@@ -79,13 +79,7 @@ class _Ends:
     def stopped(self, name: str) -> bool:
         """Whether a process stands still, as SIGSTOP has it; False where there is no line to it, or this one
         cannot see it, in another namespace."""
-        if name not in self.to:
-            return False
-        try:
-            said = Path(f"/proc/{protocol.peer_of(self.to[name]).process}/stat").read_bytes()
-        except OSError:
-            return False
-        return said.rpartition(b")")[2].split()[:1] == [b"T"]
+        return name in self.to and is_stopped(protocol.peer_of(self.to[name]).process)
 
 
 _ends = _Ends()

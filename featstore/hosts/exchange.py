@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.error_text import first_line, named
+from featstore.base.error_text import first_line, name_and_line
 from featstore.base.process import OneProcess
 from featstore.base.threads import Wake, Worker, before_pools_end
 from featstore.engine.request import Request
@@ -259,7 +259,7 @@ class Exchange(OneProcess):
     def _reason(self, because: str | BaseException) -> PeerError:
         if isinstance(because, PeerError) and because.host == self.wire.host:
             return because
-        text = because if isinstance(because, str) else f"has ended with {named(because)}"
+        text = because if isinstance(because, str) else f"has ended with {name_and_line(because)}"
         return self.peer_error(self.wire.host, text)
 
     def _say_goodbye(self) -> None:

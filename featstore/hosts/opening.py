@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from featstore.base.error_text import first_line, named
+from featstore.base.error_text import first_line, name_and_line
 from featstore.base.modules import loaded
 from featstore.base.passed_errors import decode_error, encode_error
 from featstore.base.threads import Reply, Worker
@@ -103,7 +103,9 @@ class Opening:
             reason = decode_error(said.why.encode())
             host = said.rank // place.ranks if said.part is None else said.part
             reason.add_note(f"on host {host} (rank {said.rank})")
-            raise PeerError(host, said.rank, f"could not open its store ({named(reason)})") from reason
+            raise PeerError(
+                host, said.rank, f"could not open its store ({name_and_line(reason)})"
+            ) from reason
         except (RuntimeError, TimeoutError) as error:
             why = f" ({first_line(error)})" if str(error) else ""
             what = f"has the store by which ranks of this run meet, and it does not answer{why}"

@@ -49,11 +49,17 @@ def end_of_quoted(text: NDArray[np.uint8], at: int) -> np.int64:
 
 
 @njit(**INLINED)
-def ends_line(text: NDArray[np.uint8], at: int) -> bool:
-    """Whether the carriage return there is of a line's end, and not inside of it."""
-    while at < text.size and text[at] == 13:
+def past_blanks(text: NDArray[np.uint8], at: int, parted: int) -> np.int64:
+    """Where blanks end, and with them what a line ends with; at a carriage return, one inside of a line."""
+    while at < text.size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
+        if text[at] == 13:
+            after = at
+            while after < text.size and text[after] == 13:
+                after += 1
+            if after < text.size and text[after] != 10:
+                break
         at += 1
-    return bool(at >= text.size or text[at] == 10)
+    return np.int64(at)
 
 
 @njit(cache=True, nogil=True)
@@ -66,15 +72,12 @@ def parse_pairs(
     pairs, at, size = 0, 0, text.size
     tab, comma, semicolon, space = (9, 44, 59, 32) if parted == ANY else (parted, parted, parted, parted)
     while at < size:
-        while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
-            if text[at] == 13 and not ends_line(text, at):
-                return pairs, at
-            at += 1
+        at = past_blanks(text, at, parted)
         if at < size and (text[at] == 35 or text[at] == 37 or text[at] == 10):
             while at < size and text[at] != 10:
-                if text[at] == 13 and not ends_line(text, at):
+                at = past_blanks(text, at + 1, parted)
+                if at < size and text[at] == 13:
                     return pairs, at
-                at += 1
             at += 1
             continue
         if at >= size:
@@ -108,12 +111,11 @@ def parse_pairs(
                         return pairs, min(first_of_line, size - 1)
                 while at < size and text[at] not in (10, 13, tab, comma, semicolon, space):
                     at += 1
-            while at < size and (text[at] == 32 or text[at] == 13 or (text[at] == 9 and parted != 9)):
-                if text[at] == 13 and not ends_line(text, at):
-                    return pairs, at
-                at += 1
+            at = past_blanks(text, at, parted)
             if at >= size or text[at] == 10:
                 break
+            if text[at] == 13:
+                return pairs, at
             if text[at] == comma or text[at] == semicolon:
                 at += 1
                 while at < size and (text[at] == 32 or (text[at] == 9 and parted != 9)):
@@ -238,8 +240,8 @@ class TextEdges:
                 line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")
                 raise SourceError(
                     f"{self.name}: line {number:,} ({line!r}) has no integers in columns "
-                    f"{self._columns[0] + 1} and {self._columns[1] + 1}, a quote that does not end there, or "
-                    "a carriage return inside it; write one edge a line, as source and target"
+                    f"{self._columns[0] + 1} and {self._columns[1] + 1}, or a quote that does not end there, "
+                    "or a carriage return inside it; write one edge a line, as source and target"
                 )
             for low in range(0, pairs, block_edges):
                 high = min(pairs, low + block_edges)
