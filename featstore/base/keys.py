@@ -239,12 +239,12 @@ def keys_of_arrow(column: Any, name: str, first: int = 0) -> KeyBlock:
 
     if not isinstance(column, arrow.Array | arrow.ChunkedArray):
         column = (arrow.array if hasattr(column, "__arrow_c_array__") else arrow.chunked_array)(column)
+    kind, types = column.type, arrow.types
+    if types.is_dictionary(kind):  # first: its values may have nulls, too
+        column, kind = column.cast(kind.value_type), kind.value_type
     if column.null_count:
         at = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise SourceError(f"{name}: row {first + at:,} has no key (a null); each node has one")
-    kind, types = column.type, arrow.types
-    if types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
     if types.is_integer(kind):
         return _of_numbers(column.to_numpy(), name, first)
     texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)

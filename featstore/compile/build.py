@@ -66,7 +66,7 @@ from featstore.storage.packs import (
 from featstore.storage.store import OpenStore, Table
 from featstore.storage.table_writer import write_array
 from featstore.storage.transaction import Transaction, write_generation
-from featstore.trace.sample_encoder import encode
+from featstore.trace.told_ids import opened_with_ids
 from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
@@ -95,7 +95,8 @@ def compile_trace(
         trace: the trace, or its path.
         name: of the compiled trace; it is written to ``STORE/packs/NAME``.
         memory: budget of compiling, in bytes or as ``"512MiB"``.
-        disk: limit on the bytes of rows written: bytes, ``"20GiB"``, or ``"3x"`` for three times the tables
+        disk: limit on the bytes of rows laid out for mini-batches (those that stay in memory come on top):
+            bytes, ``"20GiB"``, or ``"3x"`` for three times the tables
             of the store; None: no limit.
         train_memory: the loader's budget, ``memory`` by default.
         cache: what of it holds rows from mini-batch to mini-batch; by default all that its buffers leave.
@@ -137,6 +138,8 @@ def compile_trace(
             store if isinstance(store, OpenStore) else stack.enter_context(OpenStore(as_path(store, "store")))
         )
         recorded = trace if isinstance(trace, Trace) else stack.enter_context(Trace(as_path(trace, "trace")))
+        if (with_ids := opened_with_ids(recorded)) is not None:
+            recorded = stack.enter_context(with_ids)
         of_type = {t: base.table(n).rows for t, n in tables_of(base, recorded).items()}
         check_sizes(of_type, recorded.counts, len(recorded))
         options = CompileOptions(
@@ -347,12 +350,10 @@ class _Compiling:
         [mini-batches + 1]."""
         routes = [Routes(p, self.trace, self.disk, self.scratch) for p in self._plans]
         samples = np.array(self.trace.sample_sizes, np.int64)
-        for batch in np.flatnonzero(samples == 0).tolist():
-            samples[batch] = len(self._sample(batch))
         offsets = record_offsets([one.lengths for one in routes], samples)
         parts = [one.records() for one in routes]
         records = (
-            encode_record([next(part) for part in parts], self._sample(batch))
+            encode_record([next(part) for part in parts], self.trace.sample_bytes(batch))
             for batch in range(len(self.trace))
         )
         base = f"{self.generation.name}/tables/records"
@@ -360,12 +361,6 @@ class _Compiling:
         for plan, one in zip(self._plans, routes, strict=True):
             self._segments[plan.table.name] = one.finish()
         return offsets
-
-    def _sample(self, batch: int) -> NDArray[np.uint8]:
-        """The mini-batch's graph sample; where the trace has none, its node ids."""
-        if self.trace.sample_sizes[batch]:
-            return self.trace.sample_bytes(batch)
-        return encode({"node": self.trace.ids(batch)})
 
     # Rows.
 

@@ -14,7 +14,8 @@ from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
 from featstore.sampling.minibatch import OF_LINKS
 
-_OWN = ("index", "n_id", "x", "sample", "_edges")
+_ENDS = "edge_label_index", "src_index", "dst_pos_index"  # of links
+_OWN = ("index", "n_id", "x", "sample", "_edges", "told_ids")
 
 
 class Batch:
@@ -38,9 +39,10 @@ class Batch:
 
     edge_attr: Any
 
-    def __init__(self, index: int, n_id: Any, x: Any, sample: Any = None) -> None:
+    def __init__(self, index: int, n_id: Any, x: Any, sample: Any = None, *, told: bool = False) -> None:
         self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
         self._edges: Any = None
+        self.told_ids = told  # whoever brought the mini-batch has said n_id, and not its sample
 
     # What PyG calls so, of samplers that call it otherwise.
 
@@ -191,6 +193,10 @@ class Batch:
                 store.x = _tensor(self.x[node_type], "x")
             if counts[node_type][0]:
                 store.batch_size = counts[node_type][0]
+            links = any(self._of_sample(name) is not None for name in _ENDS)  # whose type is not known here
+            for name in ("input_id", "seed_time") if counts[node_type][0] and not links else ():
+                if self._of_sample(name) is not None:
+                    store[name] = _tensor(self._of_sample(name), name)
         parts = {name: self._of_sample(name) for name in ("e_id", "batch")} | {"edge_index": self.edge_index}
         parts |= {"num_sampled_edges": self.num_sampled_edges, "edge_weight": self._of_sample("weight")}
         given = {name: value for name, value in vars(self).items() if name not in _OWN}

@@ -15,7 +15,7 @@ _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LABELS = {"seconds": "stage", "row_bytes": "source", "buffers": "table", "devices": "table"}
 _LATENCIES, _EDGE = "latencies", "le"  # of a report; the label of a histogram's buckets
 #: What may fall; all else only grows.
-_GAUGES = ("hit_rate", "kept_share")
+_GAUGES = ("hit_rate", "kept_share", "padded", "dropped")
 
 
 def counters(facts: Mapping[str, Any]) -> dict[str, float]:

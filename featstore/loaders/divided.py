@@ -151,6 +151,7 @@ class GivenShare:
             )
             if isinstance(batches, LinkBatches):
                 self.dropped = batches.dropped + self.dropped * batches.batch_size
+                self.padded *= batches.batch_size
             return (batches[int(index)] for index in mine)
         return self._passing_over(batches, over)
 

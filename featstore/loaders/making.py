@@ -208,12 +208,13 @@ class Making:
         given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
         if self._of_types:
             return self._sample_types()
-        fanouts = args.as_fanouts(given.get("fanouts"))
+        fanouts, _ = args.as_fanouts(given.get("fanouts")), (self._seeds_of_a_step(), self._in_order)
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         sampler, table, self.shares = sampler_within(
             self.store, fanouts, self.shares, seed=self._seed, graph=graph,
             check=self.whole.check_sampled, said=given.said, reading=given.reading,
         )  # fmt: skip
+        self._opened.callback(getattr(sampler, "close", lambda: None))
         made = self._divided(sampler, nodes, table.name)
         self.shares = rows_first(made, {table.name: table}, self.shares)
         return made
@@ -252,10 +253,11 @@ class Making:
     def _sample_types(self) -> RankedBatches:
         """The same over all edge types."""
         seeds = TypedSeeds.of(self.store, self.given.get("seeds"), repeated=True)
-        fanouts = self.given.get("fanouts")
+        fanouts, _ = self.given.get("fanouts"), (self._seeds_of_a_step(), self._in_order)
         sampler, self.shares = typed_sampler_within(
             self.store, seeds, fanouts, self.shares, self._seed, self.given.said, self.given.reading
         )
+        self._opened.callback(getattr(sampler, "close", lambda: None))
         made = self._divided(sampler, seeds.ids, seeds.node_type)
         tables = {name: self.store.tables[name] for name in self.store.node_types}
         self.shares = rows_first(made, tables, self.shares)

@@ -106,9 +106,10 @@ class LoaderOptions(TypedDict, total=False):
             which it is.
         extracted: of mode online: how many mini-batches are extracted at once, at most.
         reader_memory: of mode online: what of ``memory`` stages pages and plans.
-        disk: of the modes compiled and rolling: limit on their rows on disk, bytes, a size or a share of the
-            table, ``"2x"``; of a store that is split by hosts a share of what is on this host's disk, and the
-            rows that are gathered there count, too.
+        disk: of the modes compiled and rolling: limit on the rows that are laid out on disk for mini-batches,
+            bytes, a size or a share of the table, ``"2x"``; those that stay in memory come on top. Of a
+            store that is split by hosts a share of what is on this host's disk, and the rows that are
+            gathered there count, too.
         name: of the modes compiled and rolling: of what is compiled; each loader needs its own. By default
             ``"loader"``; with several ranks it says which rank it is, too.
         residency: of the modes compiled and rolling: ``"min"`` or ``"fixed"``, see

@@ -34,6 +34,7 @@ from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import NOTHING_YET, LoaderReport
+from featstore.loaders.whole import WantedRows
 from featstore.reader.options import as_memory
 from featstore.storage.disk import Disk
 from featstore.storage.packs import (
@@ -48,6 +49,7 @@ from featstore.storage.packs import (
     rolling,
 )
 from featstore.storage.store import OpenStore, as_store
+from featstore.trace.told_ids import TOLD
 from featstore.trace.trace import Trace
 
 TRAIN_SHARE = 0.7  # of the memory; preparing has the rest, unless one of them needs more
@@ -137,7 +139,9 @@ class RollingLoader(LoaderBase):
         """Sample and record an episode."""
         begin = time.perf_counter()
         path = self._packs / f"{self._pack(number)}{TRACES}"
-        trace = Trace.record(self._sampled(number), path, overwrite=True, progress=self._unless_closed)
+        told = TOLD if isinstance(self._episode, WantedRows) else None
+        how: dict[str, Any] = {"overwrite": True, "progress": self._unless_closed, "fingerprint": told}
+        trace = Trace.record(self._sampled(number), path, **how)
         self.sampling_seconds.append(time.perf_counter() - begin)
         return trace
 

@@ -10,11 +10,13 @@ from featstore.base.system import is_there
 from featstore.compile.build import compile_trace
 from featstore.compile.forecast import CompileForecast
 from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.loaders.whole import WantedRows
 from featstore.storage.belongings import NOTHING
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_NAME
 from featstore.storage.packs import TRACES, packs_directory, packs_to_write, preparing, remove_trace
 from featstore.storage.store import OpenStore
+from featstore.trace.told_ids import TOLD
 from featstore.trace.trace import Trace
 
 
@@ -49,8 +51,10 @@ def _compile(
     lock, done = preparing(packs, name), False
     try:
         counts, tell = [0] * epochs, options.get("progress")
-        recorded = _epochs(sampler, counts)
-        with Trace.record(recorded, packs / f"{name}{TRACES}", overwrite=True, progress=tell) as trace:
+        recorded, told = _epochs(sampler, counts), TOLD if isinstance(sampler, WantedRows) else None
+        with Trace.record(
+            recorded, packs / f"{name}{TRACES}", overwrite=True, progress=tell, fingerprint=told
+        ) as trace:  # fmt: skip
             made = compile_trace(store, trace, name, overwrite=True, epoch_batches=counts, **options)
         done = True
         return made

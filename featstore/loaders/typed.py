@@ -17,7 +17,6 @@ from featstore.loaders.whole import (
     Whole,
     as_batch,
     field_of,
-    has_recorded_ids,
     name_taken,
     put_values,
     values_of,
@@ -27,6 +26,7 @@ from featstore.sampling.minibatch import Ids
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.relations import type_of_array
 from featstore.storage.store import OpenStore, StoredGraph
+from featstore.trace.told_ids import has_recorded_ids
 
 
 class TypedWhole(Whole):
@@ -81,8 +81,8 @@ class TypedWhole(Whole):
 
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
-        named = self._named or (isinstance(made, Batch) and has_recorded_ids(made.sample))
         batch = as_batch(made)
+        named = self._named or batch.told_ids
         known = ids_of(batch.sample) if isinstance(field_of(batch.sample, "row"), Mapping) else None
         if isinstance(known, Mapping):  # sampled here, around nodes or links, or as that is
             given = batch.n_id

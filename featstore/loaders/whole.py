@@ -24,8 +24,7 @@ from featstore.sampling.dgl_graphs import is_named
 from featstore.sampling.minibatch import Ids, split
 from featstore.storage.relations import EDGE_FEATURES, edge_tables, graph_of_array
 from featstore.storage.store import OpenStore, StoredGraph
-
-_IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
+from featstore.trace.told_ids import RECORDED_IDS, has_recorded_ids, same_nodes
 
 
 class WantedRows:
@@ -53,7 +52,7 @@ class WantedRows:
         ids, sample = split(made, self._nodes)
         if self._attached and not of_pyg(sample) and not {*ids} & {"", *self._attached}:
             raise _no_nodes(ids)
-        if self._recorded and not _knows_ids(sample, named=self._nodes is not None):
+        if self._recorded and not _knows_ids(sample, ids):
             sample = with_recorded_ids(sample, ids[""] if list(ids) == [""] else dict(ids))
         if self._edges is None:
             return ids, sample
@@ -278,8 +277,16 @@ def _edges_of(sample: Any, name: str, count: int) -> Any:
 
 
 def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
-    """The values of nodes, as an array or, where their rows ``like`` are one, a tensor beside them."""
-    values: Any = array[np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)]
+    """The values of nodes, as an array or, where their rows ``like`` are one, a tensor beside them. Raises
+    SourceError."""
+    numbers = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
+    wrong = numbers[(numbers < 0) | (numbers >= len(array))]
+    if len(wrong):
+        raise SourceError(
+            f"attach: an array has {len(array):,} values, and these mini-batches have number "
+            f"{int(wrong[0]):,}: leave it out, or such nodes and edges"
+        )
+    values: Any = array[numbers]
     if like is None or isinstance(like, np.ndarray):
         return values
     from featstore.base.tensors import as_tensor, to_device
@@ -291,7 +298,7 @@ def as_batch(made: Any) -> Batch:
     """What a loader of any mode has made, as one class."""
     if isinstance(made, Batch):
         if has_recorded_ids(made.sample):
-            made.n_id, made.sample = made.sample[_IDS], made.sample["sample"]
+            made.n_id, made.sample, made.told_ids = made.sample[RECORDED_IDS], made.sample["sample"], True
         return made
     if hasattr(made, "node_types"):
         kinds = [t for t in made.node_types if "n_id" in made[t]]
@@ -302,19 +309,14 @@ def as_batch(made: Any) -> Batch:
 
 def with_recorded_ids(sample: Any, ids: Any) -> Any:
     """A sample and the ids whose rows are wanted, where it does not know them."""
-    return {_IDS: ids, "sample": sample}
+    return {RECORDED_IDS: ids, "sample": sample}
 
 
-def has_recorded_ids(sample: Any) -> bool:
-    """Whether a recorded sample has the ids whose rows were wanted beside it."""
-    return isinstance(sample, Mapping) and _IDS in sample
-
-
-def _knows_ids(sample: Any, named: bool) -> bool:
-    """Whether a sample has the ids whose rows are wanted; ``named``: ``nodes=`` says these."""
+def _knows_ids(sample: Any, ids: Ids) -> bool:
+    """Whether a sample has the ids whose rows are wanted, which ``nodes=`` may say, or who made a pair."""
     if isinstance(sample, Mapping):
         return is_named(sample)
-    return of_pyg(sample) or (not named and getattr(sample, "node", None) is not None)
+    return of_pyg(sample) or same_nodes(getattr(sample, "node", None), ids)
 
 
 def field_of(sample: Any, name: str) -> Any:

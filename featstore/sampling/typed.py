@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_count, as_integer, as_mapping, as_sequence, known_name, shown
+from featstore.arguments import as_count, as_fanouts, as_integer, as_mapping, as_sequence, known_name, shown
 from featstore.base.hashing import batch_key
 from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.growing import Grown, grow_over
@@ -195,7 +195,7 @@ def typed_fanouts(given: Any, edge_types: Sequence[EdgeType]) -> dict[EdgeType, 
         missing = [edge_type for edge_type in edge_types if edge_type not in given]
         if missing:
             raise ArgumentError(f"fanouts has nothing for {', '.join(map(str, missing))}: say 0 for none")
-    by_type = given if isinstance(given, Mapping) else dict.fromkeys(edge_types, given)
+    by_type = given if isinstance(given, Mapping) else dict.fromkeys(edge_types, as_fanouts(given))
     found = {}
     for edge_type in edge_types:
         numbers = as_sequence(by_type[edge_type], "fanouts", "numbers, one per hop")

@@ -51,10 +51,11 @@ def encode(sample: object, *, drop: Collection[str] = ()) -> NDArray[np.uint8]:
         raise SourceError(
             f"the sample is too large for one header: {error}; keep large values in arrays"
         ) from None
-    return _assemble(header, encoder.arrays)
+    return assemble(header, encoder.arrays)
 
 
-def _assemble(header: bytes, arrays: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+def assemble(header: bytes, arrays: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """An encoded sample of the bytes of its tree, and its arrays. Raises SourceError where these are many."""
     if len(header) > SAMPLE_HEADER_BYTES_MAX:
         raise SourceError(
             f"the sample's values that are in no array take {len(header):,} bytes, and may take "

@@ -221,9 +221,12 @@ class Trace:
     def sample_bytes(self, index: int) -> NDArray[np.uint8]:
         """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.trace.sample_encoder.encode`
         made it; empty where there is none. Raises as :meth:`ids`."""
+        return self._sample_of(index, self.sample_sizes)
+
+    def _sample_of(self, index: int, sizes: list[int]) -> NDArray[np.uint8]:
         number = self._number(index)
         offset = int(self.index.offsets[number] + self.index.front_bytes[number])
-        sample = self._read(offset, self.sample_sizes[number])
+        sample = self._read(offset, sizes[number])
         check_sample(sample, int(self.index.sample_crcs[number]), self.file, offset)
         return sample
 

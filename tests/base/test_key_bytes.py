@@ -142,3 +142,12 @@ def test_what_is_no_key(keys: Any, says: str) -> None:
 def test_blocks_pass_through() -> None:
     block = KeyBlock(np.arange(3))
     assert as_keys(block, "keys") is block
+
+
+def test_a_null_among_the_values_of_a_dictionary_is_no_key() -> None:
+    for keys in (["a", None, "c"], [4, None, 2]):
+        column = pa.array(keys).dictionary_encode(null_encoding="encode")
+        assert column.null_count == 0
+        for form in (column, pa.chunked_array([column])):
+            with pytest.raises(SourceError, match=r"row 1 has no key \(a null\)"):
+                as_keys(form, "keys")

@@ -473,7 +473,7 @@ def test_one_rank_alone_does_not_wait_for_ever(path: Path, monkeypatch: pytest.M
         shared_loader(path, 1, "online")
     begin = time.monotonic()  # where several hosts open a store, it may come as much later
     with pytest.raises(featstore.errors.WaitTimeoutError, match="within 1 seconds"):
-        line.line_to("\0nobody", lambda: None, 1)
+        line.line_to("\0nobody", lambda late: None, 1)
     assert 1 < time.monotonic() - begin < 20
 
 

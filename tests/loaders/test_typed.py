@@ -304,6 +304,7 @@ def test_ranks_have_each_seed_once(store: featstore.Store) -> None:
         ({"edge_table": "paper"}, ArgumentError, "table of nodes"),
         ({"attach": "paper.nothing"}, UnknownNameError, "nothing"),
         ({"fanouts": {WRITES: (1,)}}, ArgumentError, "cites"),
+        ({"fanouts": (0, 2)}, ArgumentError, "fanouts"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -466,6 +467,17 @@ def test_edges_are_no_later_than_their_seed(dated: featstore.Store) -> None:
                 assert (times[of][batch.e_id[of]] <= limit[tree]).all()
                 edges += len(col)
     assert edges
+
+
+def test_seeds_are_told_apart_in_pygs_words(dated: featstore.Store) -> None:
+    """Also where they stand again, with another time."""
+    pytest.importorskip("torch_geometric")
+    given = options(time_attr="times", input_time=np.full(8, 90), mode="online", batch_size=4)
+    given["seeds"] = ("paper", np.repeat(SEEDS[:4], 2))
+    with dated.loader(**given) as loader:
+        found = [batch.pyg() for batch in loader]
+    assert sorted(n for data in found for n in data["paper"].input_id.tolist()) == list(range(8))
+    assert not any("input_id" in data["author"] for data in found)
 
 
 def _by_number(store: featstore.Store, of: tuple[str, str, str]) -> Any:

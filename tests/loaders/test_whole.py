@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import ArgumentError, SourceError
+from featstore.errors import ArgumentError, FeatstoreWarning, SourceError, StaleError
+from featstore.sampling.recorded_epochs import RecordedEpochs
 
 NODES, EDGES = 600, 4000
 RNG = np.random.default_rng(0)
@@ -296,6 +297,106 @@ def test_ids_are_those_whose_rows_were_asked_for(store: Any, mode: str) -> None:
             np.testing.assert_array_equal(batch.x["features"], FEATURES[batch.n_id["features"]])
             np.testing.assert_array_equal(batch.x["edge_features"], OF_EDGES[:4])
             np.testing.assert_array_equal(batch.label, LABELS[batch.n_id["features"]])
+
+
+@pytest.mark.parametrize("mode", READ_MODES)
+def test_ids_of_a_pair_are_those_whose_rows_come(store: Any, mode: str) -> None:
+    """Also where the sample beside them has nodes of its own."""
+    with store.sampler((3, 2), seed=1, graph="features", memory="64MiB") as sampler:
+        made = [sampler.sample(TRAIN[k : k + 20], k) for k in range(0, 60, 20)]
+    batches = [(np.sort(one.node)[-7:], one) for one in made]
+    more = {"name": f"pairs-{mode}"} if mode != "online" else {}
+    with store.loader(batches, mode=mode, attach="label", memory="64MiB", **more) as loader:
+        for batch, (ids, sample) in zip(loader, batches, strict=True):
+            assert batch.n_id.tolist() == ids.tolist()
+            assert batch.sample.node.tolist() == sample.node.tolist()
+            np.testing.assert_array_equal(batch.x, FEATURES[ids])
+            np.testing.assert_array_equal(batch.label, LABELS[ids])
+
+
+@pytest.mark.parametrize("kind", ["ids", "nodes", "mapping", "named", "epochs", "own"])
+def test_what_was_compiled_of_a_trace_has_the_ids_of_its_rows(store: Any, tmp_path: Path, kind: str) -> None:
+    """Whatever its samples know."""
+    with store.sampler((3, 2), seed=1, graph="features", memory="64MiB") as sampler:
+        made = [sampler.sample(TRAIN[k : k + 20], k) for k in range(0, 60, 20)]
+        ids = [np.sort(one.node)[-7:] if kind in ("nodes", "mapping") else one.node for one in made]
+        batches: Any = made
+        if kind == "ids":
+            batches = ids
+        elif kind in ("mapping", "named"):
+            batches = [{"n_id": one.node, "mine": own, "k": k} for k, (one, own) in enumerate(zip(made, ids))]
+        elif kind == "epochs":
+            batches = RecordedEpochs(sampler, TRAIN[:60], 20, 1)
+            ids = [own for own, _ in batches]
+        nodes = {"nodes": lambda one: np.sort(one.node)[-7:], "mapping": lambda one: one["mine"]}.get(kind)
+        featstore.Trace.record(batches, tmp_path / "t", nodes=nodes).close()
+    featstore.compile_trace(store, tmp_path / "t", f"trace-{kind}", memory="64MiB").close()
+    with (
+        featstore.Trace(tmp_path / "t") as trace,
+        store.loader(
+            mode="compiled", name=f"trace-{kind}", reuse=True, memory="64MiB", attach="label"
+        ) as loader,
+    ):
+        for number, batch in enumerate(loader):
+            assert batch.n_id.tolist() == ids[number].tolist() == trace.ids(number)[""].tolist()
+            np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+            np.testing.assert_array_equal(batch.label, LABELS[batch.n_id])
+            if kind in ("nodes", "epochs", "own"):
+                assert type(batch.sample) is type(made[0])
+                assert batch.edge_index.shape[0] == 2
+            if kind in ("mapping", "named"):
+                assert batch.sample["k"] == number
+
+
+def test_what_nobody_knows_the_sampling_of_is_told(store: Any, tmp_path: Path) -> None:
+    with store.sampler((3, 2), seed=1, graph="features", memory="64MiB") as sampler:
+        featstore.Trace.record(RecordedEpochs(sampler, TRAIN, 50, 1), tmp_path / "t").close()
+    featstore.compile_trace(store, tmp_path / "t", "unsaid", memory="64MiB").close()
+    options: dict[str, Any] = {"mode": "compiled", "name": "unsaid", "reuse": True, "memory": "64MiB"}
+    with pytest.warns(FeatstoreWarning, match="nothing says what they were sampled from"):
+        store.loader(seeds=TRAIN, fanouts=(9, 9), batch_size=50, graph="features", **options).close()
+
+
+def test_another_accelerators_memory_is_not_what_reuse_takes(store: Any) -> None:
+    pytest.importorskip("torch")
+    options: dict[str, Any] = {"seeds": TRAIN, "fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    options |= {"mode": "compiled", "memory": "64MiB", "device": "cpu"}
+    store.loader(**options, name="there", device_memory="4KiB").close()
+    store.loader(**options, name="not-there").close()
+    for name, memory, says in (
+        ("there", "1KiB", "keeps .* of rows there"), ("not-there", "4KiB", "keeps no rows there")
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=says):
+            store.loader(**options, name=name, device_memory=memory, reuse=True)
+    store.loader(**options, name="there", device_memory="8KiB", reuse=True).close()
+
+
+def test_a_compiled_trace_that_was_made_anew_is_not_taken_for_the_one_pickled(
+    store: Any, tmp_path: Path
+) -> None:
+    for number in range(2):
+        featstore.Trace.record([np.arange(9) + number], tmp_path / "t", overwrite=True).close()
+        made = featstore.compile_trace(store, tmp_path / "t", "twice", memory="64MiB", overwrite=True)
+        made.close()
+        if not number:
+            with store.compiled("twice") as compiled:
+                kept = pickle.dumps(compiled)
+            pickle.loads(kept).close()
+    with pytest.raises(StaleError, match="compiled anew since it was pickled"):
+        pickle.loads(kept)
+
+
+def test_values_are_not_taken_from_the_end(store: Any) -> None:
+    """Where a mini-batch of PyG's is filled up, and nodes= says whose rows come."""
+    torch = pytest.importorskip("torch")
+    data_module = pytest.importorskip("torch_geometric.data")
+    data = data_module.Data(n_id=torch.tensor([4, -1]), edge_index=torch.zeros(2, 2).long())
+    given = {"nodes": lambda one: one.n_id.clamp(min=0), "attach": "label", "memory": "64MiB"}
+    with (
+        store.loader([data], mode="online", **given) as loader,
+        pytest.raises(SourceError, match="number -1"),
+    ):
+        list(loader)
 
 
 @pytest.mark.parametrize("mode", READ_MODES)

@@ -283,6 +283,15 @@ def ogb(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("last", ["18446744073709551615", "nan"])
+def test_ogb_numbers_that_float64_rounds_are_refused(tmp_path: Path, last: str) -> None:
+    folder = ogb(tmp_path / "data")
+    values = [str(2**53 + 1), *map(str, range(58)), last]
+    gz(folder / "raw", "node-feat/paper/paper_hash.csv.gz", values)
+    with pytest.raises(SourceError, match="a whole number that float64 rounds"):
+        featstore.pack(tmp_path / "s", folder, memory="64MiB", order="given", raw_dtype="float64")
+
+
 def test_ogb_with_types(tmp_path: Path) -> None:
     folder = ogb(tmp_path / "data")
     store = featstore.pack(

@@ -294,6 +294,14 @@ def test_malformed_text_names_the_line(tmp_path: Path, text: str) -> None:
         open_graph(path)
 
 
+@pytest.mark.parametrize("text", [",5", "NA,5", "null 5", "nan\t5", "null,null", "x,5.0"])
+def test_a_first_edge_without_an_end_is_no_header(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "edges.txt"
+    path.write_text(f"{text}\n3,5\n4,1\n".replace(",", "\t" if "\t" in text else ","))
+    with pytest.raises(SourceError, match="may be an edge that lacks an end"):
+        open_graph(path)
+
+
 @pytest.mark.parametrize("between", [" ", ",", "\t", ";"])
 @pytest.mark.parametrize(
     ("text", "line"),

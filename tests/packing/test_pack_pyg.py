@@ -199,3 +199,21 @@ def test_two_edges_are_sources_then_targets(tmp_path: Path) -> None:
         with featstore.pack(tmp_path / f"s{number}", features, graph=graph, topology=True) as store:
             (stored,) = store.graphs.values()
             assert [part.tolist() for part in stored.csc()] == [[0, 0, 0, 2], [0, 1]]
+
+
+def test_names_of_nodes_on_edges_are_kept(tmp_path: Path) -> None:
+    """And those of edges on nodes, and either of nothing."""
+    data = hetero(CITES)
+    count = data[CITES].edge_index.shape[1]
+    data[CITES].x = torch.arange(2.0 * count).reshape(count, 2)
+    data["paper"].edge_attr = torch.arange(4.0)
+    data.x = torch.arange(5.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with featstore.pack(tmp_path / "s", data) as store:
+            for name, of in (
+                ("paper__cites__paper.x", data[CITES].x),
+                ("paper.edge_attr", data["paper"].edge_attr),
+                ("x", data.x),
+            ):
+                np.testing.assert_array_equal(store.arrays[name], of.numpy())

@@ -408,3 +408,28 @@ def test_hdf5_of_h5py(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.hdf5", "w") as file:
         file.create_dataset("g/x", data=X, chunks=(50, 3), compression="gzip")
     check(tmp_path / "x.hdf5")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "table"])
+def test_rows_that_pandas_had_in_another_order_are_no_nodes(tmp_path: Path, kind: str) -> None:
+    """Of a range, it writes where it begins and its steps, and no column."""
+
+    def given(start: int, stop: int, step: int) -> Any:
+        index = {"kind": "range", "name": None, "start": start, "stop": stop, "step": step}
+        about = {"index_columns": [index], "column_indexes": [], "columns": [], "pandas_version": "2.0.0"}
+        found = table().replace_schema_metadata({b"pandas": json.dumps(about).encode()})
+        path = tmp_path / f"x.{kind}"
+        if kind == "table":
+            return found
+        if kind == "parquet":
+            pq.write_table(found, path)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, found.schema) as writer:
+                writer.write_table(found)
+        return path
+
+    for start, stop, step in ((ROWS - 1, -1, -1), (0, 2 * ROWS, 2)):
+        with pytest.raises(SourceError, match=f"in steps of {step}"):
+            open_rows(given(start, stop, step))
+        check(given(start, stop, step), columns=list(NAMES))
+    check(given(0, ROWS, 1))

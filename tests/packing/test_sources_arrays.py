@@ -319,3 +319,42 @@ def test_ids_beside_the_rows_of_a_file_are_not_left_out_unasked(tmp_path: Path, 
         alone = np.concatenate([block.copy() for block in open_rows(path).blocks()])
     assert np.array_equal(told, rows)
     assert np.array_equal(alone, rows)
+
+
+def test_what_cannot_be_read_beside_the_only_table_is_no_less_there(tmp_path: Path) -> None:
+    path, rows = tmp_path / "x.npz", np.arange(12.0).reshape(4, 3)
+    ids = np.array(["3", "1", "0", "2"], object)
+    np.savez(path, x=rows, node_id=ids)
+    with pytest.raises(SourceError, match="'node_id' looks like the ids of the rows of 'x'"):
+        open_rows(path)
+    np.savez(path, x=rows, about=np.array({"a": 1}, object))
+    with pytest.warns(FeatstoreWarning, match="'x' is packed, and not 'about' beside it"):
+        open_rows(path)
+    np.savez(path, x=rows.astype(object), y=np.zeros(4))
+    with pytest.raises(SourceError, match=r"x.*object"):
+        open_rows(path)
+    sparse = {
+        "attr_data": np.ones(2),
+        "attr_indices": np.array([0, 1]),
+        "attr_indptr": np.array([0, 1, 2, 2, 2]),
+    }
+    sparse["attr_shape"] = np.array([4, 3])
+    np.savez(path, **sparse, node_id=np.array([3, 1, 0, 2]))
+    with pytest.raises(SourceError, match="'node_id' looks like the ids of the rows of 'attr'"):
+        open_rows(path)
+    np.savez(path, **sparse, labels=np.zeros(4))
+    with pytest.warns(FeatstoreWarning, match="'attr' is packed, and not 'labels' beside it"):
+        open_rows(path)
+
+
+def test_what_is_no_tensor_beside_the_only_one_is_no_less_there(tmp_path: Path) -> None:
+    path, rows = tmp_path / "x.pt", torch.arange(12.0).reshape(4, 3)
+    torch.save({"x": rows, "node_id": [3, 1, 0, 2]}, path)
+    with pytest.raises(SourceError, match="'node_id' looks like the ids of the rows of 'x'"):
+        open_rows(path)
+    torch.save({"feat": {"paper": rows, "author": rows}, "label": torch.zeros(4)}, path)
+    with pytest.raises(SourceError, match="'label' is the only tensor, of one axis, and 'feat' beside it"):
+        open_rows(path)
+    torch.save({"x": rows, "epoch": 3}, path)
+    with pytest.warns(FeatstoreWarning, match="'x' is packed, and not 'epoch' beside it"):
+        open_rows(path)

@@ -19,6 +19,7 @@ from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources, Record, TablePart, none_goes_on
 from featstore.trace.sample_decoder import decode
+from featstore.trace.told_ids import has_recorded_ids
 
 _STAGED_BYTES = 16 << 20  # of rows for a device, in host memory at once
 
@@ -140,7 +141,9 @@ class Assembly:
             name: self._sources.shaped(number, done.out[number])
             for number, (name, _) in enumerate(self._sources.tables)
         }
-        if wants_tensors(self._tensors, done.sample, self._device):
+        told = has_recorded_ids(done.sample)
+        ids, sample = done.sample.values() if told else (ids_of(done.sample), done.sample)
+        if wants_tensors(self._tensors, sample, self._device):
             from featstore.base.tensors import as_tensor
 
             x = {name: as_tensor(rows) for name, rows in x.items()}
@@ -148,7 +151,7 @@ class Assembly:
             x = self._device_rows.complete(x, done.tables)
         self._stages.add("hand over", time.perf_counter() - begin)
         rows = next(iter(x.values())) if len(x) == 1 else x
-        return filled(Batch(done.index, ids_of(done.sample), rows, done.sample), x, self._device)
+        return filled(Batch(done.index, ids, rows, sample, told=told), x, self._device)
 
     def close(self) -> None:
         """Wait for copies to a device that are under way."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_flag, as_mapping
 from featstore.base.state import position_of, state_of
+from featstore.base.warning import warn
 from featstore.errors import ArgumentError, ClosedError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
@@ -21,6 +22,7 @@ from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.train import compiled_once
 from featstore.storage.store import OpenStore
+from featstore.units import format_bytes, parse_bytes
 
 
 def compiled_mode(
@@ -57,10 +59,24 @@ def compiled_mode(
             raise ArgumentError(
                 f"what reuse= finds under the name {name!r} {what}: give another name=, or leave out reuse="
             )
+        if reuse and options.get("device_memory") is not None:
+            _check_device_rows(compiled, parse_bytes(options["device_memory"], "device_memory"), name)
         return CompiledMode(compiled, seed if shuffle else None, memory=memory, **loader)
     except BaseException:
         compiled.close()
         raise
+
+
+def _check_device_rows(compiled: CompiledTrace, given_bytes: int, name: str | None) -> None:
+    """Raise ArgumentError where a trace was compiled for another accelerator than has so much memory."""
+    tables = [compiled.pack.tables[one.device] for one in compiled.entry.tables.values()]
+    found = sum(table.data_bytes for table in tables)
+    if not 0 < found <= given_bytes:
+        keeps = f"keeps {format_bytes(found)} of rows there" if found else "keeps no rows there"
+        raise ArgumentError(
+            f"device_memory= is {format_bytes(given_bytes)}, and what reuse= finds under the name {name!r} "
+            f"{keeps}: leave device_memory= out to take it so, or give another name=, or leave out reuse="
+        )
 
 
 def check_reused(
@@ -74,6 +90,12 @@ def check_reused(
             f"reuse= finds epochs of {lengths.max():,} mini-batches under the name {name!r}, and those asked "
             f"for have {steps:,}: it is of other seeds, mini-batches or ranks. Give another name=, or leave "
             "out reuse="
+        )
+    if sampled_by and not compiled.sampled_by:
+        warn(
+            f"reuse= finds mini-batches under the name {name!r} that were compiled from a trace, and nothing "
+            "says what they were sampled from, so that seeds=, fanouts= and other options of sampling are "
+            "not compared with that: leave these out, and they are taken as they are"
         )
     if sampled_by and compiled.sampled_by not in ("", *sampled_by):
         raise ArgumentError(

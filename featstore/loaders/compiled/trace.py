@@ -257,10 +257,22 @@ class CompiledTrace:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base, None if self.base.uuid == self.pack.uuid else self.pack.path.name)
+        name = None if self.base.uuid == self.pack.uuid else self.pack.path.name
+        return _opened_again, (self.base, name, self.pack.uuid)
 
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {str(self.pack.path)!r}: {len(self):,} mini-batches, "
             f"{self.entry.residency}>"
         )
+
+
+def _opened_again(base: OpenStore, name: str | None, uuid: str) -> CompiledTrace:
+    """One that was pickled. Raises StaleError where another has its name now."""
+    compiled = CompiledTrace(base, name)
+    if compiled.pack.uuid != uuid:
+        compiled.close()
+        raise StaleError(
+            f"the compiled trace {compiled.pack.path} was compiled anew since it was pickled: open it again"
+        )
+    return compiled

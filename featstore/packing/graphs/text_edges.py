@@ -27,6 +27,7 @@ from featstore.packing.graphs.edges import Edges
 from featstore.packing.sources.cells import line_cells
 from featstore.packing.sources.columns import refuse_twice
 from featstore.packing.sources.lines import line_chunks
+from featstore.packing.sources.text import MISSING_TEXTS
 
 ANY = 0  # of commas, semicolons, tabs and blanks parts the columns of a line
 _TAB, _COMMA, _SEMICOLON = b"\t,;"
@@ -172,6 +173,8 @@ class TextEdges:
                 names = self._cells(line.strip(b" \r") if self._kind == _TAB else text)
                 while names and not names[-1]:
                     names.pop()
+                if self._key is None:
+                    self._check_names(names, line)
                 ends = ends_of(names) if self._key is None else self._ends_named(names)
                 if len(names) > 2:  # else they are the two, whatever they are called
                     refuse_twice(names, [names[k] for k in ends or ()], self.name)
@@ -194,6 +197,15 @@ class TextEdges:
             count = len([cell for cell in re.split(self._parted, text) if cell])
             left_out(self.name, [f"column {k + 1}" for k in range(2, count)])
             return
+
+    def _check_names(self, names: list[str], line: bytes) -> None:
+        """Raise SourceError where the first line may be an edge that lacks an end, and no names."""
+        numbers = any(re.fullmatch(r"[-+]?\d+(\.\d*)?", name) for name in names)
+        if not {*names} & {*SOURCE_NAMES, *TARGET_NAMES} and (numbers or {*names} <= MISSING_TEXTS):
+            raise SourceError(
+                f"{self.name}: the first line ({line[:80].decode('utf-8', 'replace')!r}) may be an edge that "
+                "lacks an end, or names of columns: write both ends, or source and target as names"
+            )
 
     def _cells(self, header: bytes) -> list[str]:
         """The names in a header, in lower case."""

@@ -159,11 +159,13 @@ def choose_columns(
     return ChosenColumns(tuple(taken), placed_by, names, keyed)
 
 
-def check_beside(shapes: Mapping[str, tuple[int, ...]], taken: str, name: str) -> None:
+def check_beside(shapes: Mapping[str, tuple[int, ...] | None], taken: str, name: str) -> None:
     """What is beside the array that is ``taken`` unasked: raises SourceError for one with the name of ids and
-    one value for each of its rows; warns, as FeatstoreWarning, of others, which are not packed."""
+    one value for each of its rows; warns, as FeatstoreWarning, of others, which are not packed. A shape is
+    None of what is no array that can be read."""
+    rows = (shapes[taken] or ())[:1]
     for key, shape in shapes.items():
-        if key != taken and shape == shapes[taken][:1] and looks_like_id(key.rpartition("/")[2]):
+        if key != taken and shape in (None, rows) and looks_like_id(key.rpartition("/")[2]):
             raise SourceError(
                 f"{name}: {key!r} looks like the ids of the rows of {taken!r}, which would stay in the "
                 f"order of the file: place the rows by them first, rows[ids] = x; or say key={taken!r} "

@@ -154,6 +154,15 @@ def _refuse_other_order(path: Path) -> None:
         )
 
 
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """Of a tensor, a list of values, and one value; None for anything else."""
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    if isinstance(value, list | tuple):
+        return (len(value),)
+    return () if value is None or isinstance(value, bool | int | float | str) else None
+
+
 def load_tensor(path: Path, key: str | None) -> tuple[Any, str | None]:
     """A tensor of a ``.pt`` file (``weights_only``: no pickled code runs), mapped, and its key if it is in a
     dict."""
@@ -186,7 +195,15 @@ def load_tensor(path: Path, key: str | None) -> tuple[Any, str | None]:
                 f"{path}: {len(tables)} tensors could be the table; give key=, one of: {', '.join(tensors)}"
             )
         key = tables[0]
-        check_beside({k: tuple(v.shape) for k, v in tensors.items()}, key, str(path))
+        shapes = {str(k): _shape_of(v) for k, v in loaded.items()}
+        others = [k for k, shape in shapes.items() if shape is None]
+        if tensors[key].ndim < 2 and others:
+            raise SourceError(
+                f"{path}: {key!r} is the only tensor, of one axis, and {', '.join(map(repr, others))} beside "
+                f"it may hold the table: say key={key!r}, or save the table alone with "
+                "torch.save(tensor, path)"
+            )
+        check_beside(shapes, key, str(path))
     if key not in tensors:
         raise SourceError(f"{path}: no tensor {key!r}; it holds: {', '.join(tensors)}")
     return tensors[key], key

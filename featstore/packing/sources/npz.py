@@ -373,19 +373,21 @@ def sparse_groups(path: Path, keys: set[str]) -> dict[str, str]:
 
 
 def _only_candidate(path: Path, headers: dict[str, NpyHeader | SourceError], groups: dict[str, str]) -> str:
-    members = {prefix + part for prefix in groups.values() for part in ("data", "indices", "indptr", "shape")}
-    arrays = {
-        key: head for key, head in headers.items() if key not in members and isinstance(head, NpyHeader)
-    }
-    tables = [key for key, head in arrays.items() if len(head.shape) >= 2] + list(groups)
-    candidates = tables or [key for key, head in arrays.items() if len(head.shape) == 1]
-    if len(candidates) == 1:
-        if candidates[0] in arrays:
-            check_beside({key: head.shape for key, head in arrays.items()}, candidates[0], str(path))
-        return candidates[0]
-    for head in headers.values():
-        if not candidates and isinstance(head, SourceError):
+    parts = ("data", "indices", "indptr", "shape", "format")
+    members = {prefix + part for prefix in groups.values() for part in parts}
+    shapes: dict[str, tuple[int, ...] | None] = {
+        key: head.shape if isinstance(head, NpyHeader) else None
+        for key, head in headers.items() if key not in members
+    }  # fmt: skip
+    shapes |= {key: tuple(read_member(path, f"{prefix}shape").tolist()) for key, prefix in groups.items()}
+    tables = [key for key, shape in shapes.items() if shape is not None and len(shape) >= 2]
+    candidates = tables or [key for key, shape in shapes.items() if shape is not None and len(shape) == 1]
+    for head in headers.values():  # which may be the table
+        if not tables and isinstance(head, SourceError):
             raise head
+    if len(candidates) == 1:
+        check_beside(shapes, candidates[0], str(path))
+        return candidates[0]
     listed = ", ".join(
         f"{key} {head.shape if isinstance(head, NpyHeader) else ''}".strip() for key, head in headers.items()
     )

@@ -191,8 +191,16 @@ def _numbers(path: Path) -> NDArray[Any]:
     for dtype in (np.int64, np.float64):
         try:
             rows = CsvRows(path, dtype=dtype, columns="*", header=False)
-            return np.concatenate([block.copy() for block in rows.blocks()])
+            found = np.concatenate([block.copy() for block in rows.blocks()])
         except SourceError:
             if dtype is np.float64:
                 raise
+            continue
+        rounded = np.isfinite(found) & (found % 1 == 0) & (np.abs(found) >= 2.0**53)
+        if dtype is np.float64 and rounded.any():
+            raise SourceError(
+                f"{path}: row {int(np.flatnonzero(rounded.any(axis=1))[0]):,} has a whole number that "
+                "float64 rounds, and not all of the file are whole numbers of int64: write them as such"
+            )
+        return found
     raise AssertionError

@@ -27,7 +27,7 @@ __all__ = [
     "pyg_tables", "relation_of", "unnumbered",
 ]  # fmt: skip
 
-TAKEN = ("x", "edge_index", "edge_attr", "adj_t")
+_OF_NODES, _OF_EDGES = ("x",), ("edge_index", "edge_attr", "adj_t")  # that are tables and graphs
 
 
 def is_pyg(data: Any) -> bool:
@@ -57,11 +57,19 @@ def pyg_arrays(data: Any) -> dict[str, NDArray[Any]]:
     ``paper``."""
     arrays = {}
     for kind, store in _all_stores(data):
+        taken = _taken(data, kind)
         for key, value in store.items():
-            if key not in TAKEN and (isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")):
+            if key not in taken and (isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")):
                 name = f"{kind}.{key}" if kind else key
                 arrays[name] = _as_array(value, name)
     return arrays
+
+
+def _taken(data: Any, kind: str) -> tuple[str, ...]:
+    """What of a type is a table or a graph: of nodes and of edges other things, and of none nothing."""
+    if not _is_hetero(data):
+        return (*_OF_NODES, *_OF_EDGES)
+    return _OF_NODES if kind in data.node_types else _OF_EDGES if kind else ()
 
 
 def pyg_inputs(data: Any, graph_given: bool, typed: bool) -> WholeData:
@@ -151,10 +159,10 @@ def _not_stored(data: Any) -> list[str]:
     """Warnings of what is no array and of what of an adjacency matrix is not kept."""
     lost, found = [], []
     for kind, store in _all_stores(data):
-        prefix = f"{kind}." if kind else ""
+        prefix, taken = f"{kind}." if kind else "", _taken(data, kind)
         for key, value in store.items():
             plain = isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")
-            if key not in TAKEN and key != "num_nodes" and value is not None and not plain:
+            if key not in taken and key != "num_nodes" and value is not None and not plain:
                 lost.append(f"{prefix}{key} ({type(value).__name__})")
         adjacency = store.get("adj_t")
         if adjacency is not None and store.get("edge_index") is not None:

@@ -110,6 +110,19 @@ def arrow_batches(
         ) from error
 
 
+def _refuse_reordered(schema: Any, label: str) -> None:
+    """Raise SourceError where a frame of pandas was written whose rows were not in the order of its index,
+    a range that stands in the schema alone."""
+    for index in (getattr(schema, "pandas_metadata", None) or {}).get("index_columns", ()):
+        if isinstance(index, dict) and index.get("kind") == "range" and index.get("step", 1) != 1:
+            raise SourceError(
+                f"{label}: was written from a frame of pandas whose index goes from {index.get('start')} in "
+                f"steps of {index.get('step')}, so that rows may not be in the order of nodes: write it "
+                "after frame.reset_index(drop=True) where row i is node i; or with the index as a column, "
+                "frame.reset_index(), and say id='index'"
+            )
+
+
 class ColumnRows(FeatureSource):
     """Rows of a table with named columns, which come as Arrow's record batches. Nulls are refused: a feature
     has no such value."""
@@ -119,6 +132,8 @@ class ColumnRows(FeatureSource):
         id: str | int | None,
     ) -> None:  # fmt: skip
         self._arrow = import_extra("pyarrow", "arrow", label)
+        if columns is None and id is None:
+            _refuse_reordered(schema, label)
         described = _columns_of(schema)
         self.chosen = choose_columns(described, columns, id, label)
         self._columns = [described[k].name for k in self.chosen.taken]

@@ -43,7 +43,7 @@ from featstore.packing.sources.lines import CSV_BLOCK_BYTES, CSV_LINE_BYTES_MAX,
 
 __all__ = ["CsvRows", "ogb_folder", "ogb_rows"]
 
-_MISSING = {  # what stands for no number
+MISSING_TEXTS = {  # what stands for no number
     "", "-", ".", "?", "na", "n/a", "#n/a", "#na", "<na>", "n.a.", "\\n", "null", "none", "nil", "missing",
 }  # fmt: skip
 _FLOAT64_WHOLE_MAX = 2.0**53  # from here on float64 itself does not tell neighbouring integers apart
@@ -351,7 +351,7 @@ def _may_be_a_row(first: list[str], second: list[str], numbers: list[bool], colu
     if set(first) & {one for one in told if isinstance(one, str)} - numbered:
         return False
     texts = {cell for cell, number in zip(first, numbers) if not number}
-    gaps = [cell for cell in texts if cell.lower() in _MISSING]
+    gaps = [cell for cell in texts if cell.lower() in MISSING_TEXTS]
     if gaps == [""] and first == ["", *map(str, range(len(first) - 1))] and second[:1] == ["0"]:
         return False  # as pandas writes its count of rows beside columns that have no names
     numeric = any(re.search(r"[.eE]", cell) for cell, number in zip(first, numbers) if number)
