@@ -95,7 +95,11 @@ def test_the_independent_reader_assembles_it() -> None:
         assert found.keys() == rows.keys()
         for name in TABLES:
             same(found[name], rows[name])
-        same_sample(decode(np.frombuffer(sample, np.uint8)), wanted)
+        told: Any = decode(np.frombuffer(sample, np.uint8))
+        assert told.keys() == {"featstore.n_id", "sample"}
+        for name, ids in told["featstore.n_id"].items():
+            same(make_golden.compiled().tables[name][ids], rows[name])
+        same_sample(told["sample"], wanted)
     with pytest.raises(independent.Refused, match="another base store"):
         next(pack.mini_batches(independent.Store(GOLDEN / "order")))
 

@@ -504,7 +504,9 @@ def test_a_host_that_is_heard_of_and_does_not_answer_is_late(
         asked = made[0].source.submit({"float32": theirs}, out=None)
         with pytest.raises(PeerError, match="has not answered within 1 seconds") as caught:
             asked.result(SECONDS)
-        assert timeout <= time.monotonic() - begin < 2 * timeout + 4
+        assert (
+            timeout <= time.monotonic() - begin < 2 * timeout + 8
+        )  # of a machine that has other things to do
         assert (caught.value.host, caught.value.rank) == (1, 10)
         (other,) = each([made[2]], ask_for_all)  # and so do those that have asked it for nothing
         assert (other.host, other.rank) == (1, 10)

@@ -29,6 +29,7 @@ from test_split_training import graph_and_rows
 
 from featstore.errors import PeerError
 from featstore.hosts.beside import Beside
+from featstore.hosts.beside import _ends as beside_sockets
 from featstore.hosts.meeting import Rendezvous
 from featstore.hosts.opening import Opening
 from featstore.hosts.places import HostPlace
@@ -217,6 +218,7 @@ def test_who_stands_still_is_known_when_there_is_no_time_left(tmp_path: Path, co
         other.kill()
         told(False, "has died")
     finally:
+        beside_sockets.forked()  # closes those of this process
         other.kill()
         other.join()
 
