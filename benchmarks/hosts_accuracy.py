@@ -45,7 +45,7 @@ from order_accuracy import KIND, LOWEST_POINTS, WIDEST, narrow
 from order_accuracy import PLANS as ORDER_PLANS
 
 #: Of a host's loader: less than all rows take, so that some are asked for again in every epoch.
-MEMORY = {"arxiv": "24MiB", "computers": "16MiB", "physics": "16MiB"}
+MEMORY = {"arxiv": "32MiB", "computers": "16MiB", "physics": "16MiB"}
 PARTITIONS = 128
 COLUMNS = (
     "hosts",
