@@ -34,9 +34,12 @@ from featstore.storage.store import OpenStore, StoredGraph
 NO_TENSOR = "torch has no tensors of their dtype; attach=[...] says which you want, and ends this warning"
 _LINK_BYTES = 48  # of all edges as links: the two ends, their order, and what shuffling takes
 #: What an edge type of a mini-batch has by itself.
-_OF_EDGES = ("edge_index", "edge_attr", "e_id", "num_sampled_edges", "adj_t", *OF_LINKS)
+_OF_EDGES = ("edge_index", "edge_attr", "e_id", "num_sampled_edges", "adj_t", *OF_LINKS, "x", "n_id")
 #: What a node type of a mini-batch has by itself.
-_TAKEN = ("x", "n_id", "num_nodes", "num_sampled_nodes", "batch_size", "batch", "input_id", "seed_time")
+_TAKEN = (
+    "x", "n_id", "num_nodes", "num_sampled_nodes", "batch_size", "batch", "input_id", "seed_time",
+    "edge_index", "edge_attr", "e_id",
+)  # fmt: skip
 
 
 def typed_seeds(store: OpenStore, given: Any) -> TypedSeeds:

@@ -113,7 +113,8 @@ class Beside:
 
     def gone(self, now: bool = False) -> tuple[int, str] | None:
         """A rank that has ended or stands still for too long, and which it is; None where all that have come
-        are there. Looks a few times a second. ``now``: one that stands still has done so for too long."""
+        are there. Looks a few times a second. ``now``: one that stands still, or is not to be found, has done
+        so for too long."""
         away = time.monotonic() - self._looked
         if away < _LOOK_SECONDS and not now:
             return None
@@ -121,11 +122,11 @@ class Beside:
             self._stopped.clear()
         try:
             for rank in self._names:
-                if self._has_ended(rank, time.monotonic()):
+                if self._has_ended(rank, time.monotonic()) or (now and rank in self._missed):
                     return rank, "has died"
                 seconds = self._stands_still(rank, time.monotonic())
                 if seconds is not None and (now or seconds > self._timeout_seconds):
-                    return rank, f"has been stopped (SIGSTOP) for {seconds:.0f} seconds"
+                    return rank, f"has been stopped (SIGSTOP) for {seconds:.0f} seconds or more"
         finally:
             self._looked = time.monotonic()
         return None

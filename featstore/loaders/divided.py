@@ -151,7 +151,9 @@ class GivenShare:
             )
             if isinstance(batches, LinkBatches):
                 self.dropped = batches.dropped + self.dropped * batches.batch_size
-                self.padded *= batches.batch_size
+                again = np.resize(order, len(order) + self.padded)[len(order) :]
+                left = batches.total - again * batches.batch_size
+                self.padded = int(np.minimum(batches.batch_size, left).sum())
             return (batches[int(index)] for index in mine)
         return self._passing_over(batches, over)
 

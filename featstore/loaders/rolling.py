@@ -34,7 +34,7 @@ from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import NOTHING_YET, LoaderReport
-from featstore.loaders.whole import WantedRows
+from featstore.loaders.whole import tells_ids
 from featstore.reader.options import as_memory
 from featstore.storage.disk import Disk
 from featstore.storage.packs import (
@@ -139,7 +139,7 @@ class RollingLoader(LoaderBase):
         """Sample and record an episode."""
         begin = time.perf_counter()
         path = self._packs / f"{self._pack(number)}{TRACES}"
-        told = TOLD if isinstance(self._episode, WantedRows) else None
+        told = TOLD if tells_ids(self._episode) else None
         how: dict[str, Any] = {"overwrite": True, "progress": self._unless_closed, "fingerprint": told}
         trace = Trace.record(self._sampled(number), path, **how)
         self.sampling_seconds.append(time.perf_counter() - begin)

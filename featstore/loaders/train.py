@@ -10,7 +10,7 @@ from featstore.base.system import is_there
 from featstore.compile.build import compile_trace
 from featstore.compile.forecast import CompileForecast
 from featstore.loaders.prefetch import Sampler, epoch_of
-from featstore.loaders.whole import WantedRows
+from featstore.loaders.whole import tells_ids
 from featstore.storage.belongings import NOTHING
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_NAME
@@ -22,12 +22,14 @@ from featstore.trace.trace import Trace
 
 def compiled_once(
     store: OpenStore, sampler: Sampler, name: str, *, epochs: int = 1, reuse: bool = False, **options: Any
-) -> None:
-    """Record the sampler's first epochs and compile them under ``name``, unless ``reuse`` finds that there.
-    ``options``: of :func:`featstore.compile_trace`. Raises StoreLockedError where another loader has the
-    name."""
-    if not (reuse and is_there(packs_directory(store) / name / MANIFEST_NAME)):
+) -> bool:
+    """Record the sampler's first epochs and compile them under ``name``, unless ``reuse`` finds that there;
+    whether it did. ``options``: of :func:`featstore.compile_trace`. Raises StoreLockedError where another
+    loader has the name."""
+    found = reuse and is_there(packs_directory(store) / name / MANIFEST_NAME)
+    if not found:
         _compile(store, sampler, name, epochs, **options)
+    return found
 
 
 def forecast_once(store: OpenStore, sampler: Sampler, name: str, **options: Any) -> CompileForecast:
@@ -51,7 +53,7 @@ def _compile(
     lock, done = preparing(packs, name), False
     try:
         counts, tell = [0] * epochs, options.get("progress")
-        recorded, told = _epochs(sampler, counts), TOLD if isinstance(sampler, WantedRows) else None
+        recorded, told = _epochs(sampler, counts), TOLD if tells_ids(sampler) else None
         with Trace.record(
             recorded, packs / f"{name}{TRACES}", overwrite=True, progress=tell, fingerprint=told
         ) as trace:  # fmt: skip

@@ -39,7 +39,7 @@ class WantedRows:
         self, batches: Sampler, nodes: Callable[[Any], Any] | None, edges: tuple[str, str] | None,
         recorded: bool, check: Callable[[], None] | None = None, attached: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.sampler, self._nodes, self._edges, self._recorded = batches, nodes, edges, recorded
+        self.sampler, self._nodes, self._edges, self.recorded = batches, nodes, edges, recorded
         self._check, self._attached = check, attached
 
     def epoch(self, number: int) -> Iterable[Any]:
@@ -52,7 +52,7 @@ class WantedRows:
         ids, sample = split(made, self._nodes)
         if self._attached and not of_pyg(sample) and not {*ids} & {"", *self._attached}:
             raise _no_nodes(ids)
-        if self._recorded and not _knows_ids(sample, ids):
+        if self.recorded and not _knows_ids(sample, ids):
             sample = with_recorded_ids(sample, ids[""] if list(ids) == [""] else dict(ids))
         if self._edges is None:
             return ids, sample
@@ -71,6 +71,12 @@ class WantedRows:
                 "packed"
             )
         return {nodes: next(iter(ids.values())), edges: split(numbers)[0][""]}, sample
+
+
+def tells_ids(sampler: Sampler) -> bool:
+    """Whether mini-batches are such that are recorded with the ids of their rows."""
+    of = getattr(sampler, "__self__", sampler)  # a function of the epoch's number is one of WantedRows
+    return isinstance(of, WantedRows) and of.recorded
 
 
 class _Epoch:

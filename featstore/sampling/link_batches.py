@@ -70,7 +70,8 @@ class LinkBatches(Sequence[dict[str, Any]]):
             self.dropped = count % size if self.drops_last else 0
             whole = np.arange(-(-(count - self.dropped) // size))
             shares = [share_of(whole, 1, rank, world, self.drops_last) for rank in self.ranks]
-            self.padded = shares[0].padded * size  # the first ones, which are whole
+            again = np.resize(whole, len(whole) + shares[0].padded)[len(whole) :]
+            self.padded = int(np.minimum(size, count - self.dropped - again * size).sum())
             self.dropped += shares[0].dropped * size
             return order[None], np.stack([share.seeds for share in shares])
         each, drop = world // self._hosts, self.drops_last

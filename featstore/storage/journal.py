@@ -47,7 +47,7 @@ class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
     written_bytes: _Count = 0  # durable bytes of the table, from its start, whole pages
     buckets_written: _Count = 0
     written_digest: Annotated[int, msgspec.Meta(ge=0)] = 0  # over the rows of the buckets written
-    carry_checksum: _Count = 0  # of the page that the next bucket begins in, with what they have of it
+    carry_checksum: _Count | None = None  # of the page that the next bucket begins in, with what they have
     done: bool = False
     memory_bytes: _Count = 0  # that the rows are put in order within, where how far that is depends on it
     episode: _Count = 0  # of batched packing: this one is under way,

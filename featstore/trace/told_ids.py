@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.errors import MissingPackageError
 from featstore.trace.log_format import up
 from featstore.trace.sample_decoder import decode
 from featstore.trace.sample_encoder import assemble, encode
@@ -24,6 +25,7 @@ TOLD = {"ids": "told by samples"}
 RECORDED_IDS = "featstore.n_id"
 _OF_SAMPLERS = ["batch", "batch_size", "epoch"]  # what ``featstore sample`` records
 _KNOWING = ("D", "H", "B")  # PyG's, which have n_id
+_OF_IDS = ("n_id", "node", "input_nodes")  # of mappings, as a loader looks for them
 
 
 class TraceWithIds(Trace):
@@ -54,11 +56,38 @@ def _told(found: Any, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
     if kind == "d" and tree[1::2] == _OF_SAMPLERS and isinstance(tree[2], list) and tree[2][0] == "m":
         tree, kind = tree[2], "m"
         raw = assemble(msgspec.msgpack.encode(tree), [arrays])
-    knows = kind in _KNOWING or (kind == "d" and {RECORDED_IDS, "blocks"} & {*map(str, tree[1::2])})
-    if knows or (kind == "m" and same_nodes(getattr(decode(raw), "node", None), ids)):
+    if kind in _KNOWING or (kind in ("m", "d") and _knows(kind, tree, raw, ids)):
         return raw
-    (_, *more), own = _parts(encode({RECORDED_IDS: ids}))
+    (_, *more), own = _parts(encode({RECORDED_IDS: _int64(ids)}))
     return assemble(msgspec.msgpack.encode(["d", *more, "sample", tree]), [own, arrays])
+
+
+def _knows(kind: str, tree: Any, raw: NDArray[np.uint8], ids: Any) -> bool:
+    """Whether a sample of ours, or a mapping, has these ids; DGL's blocks have, whatever they are beside."""
+    if kind == "m":
+        return same_nodes(getattr(decode(raw), "node", None), ids)
+    keys = dict(zip(map(str, tree[1::2]), tree[2::2], strict=True))
+    blocks = keys.get("blocks")
+    if RECORDED_IDS in keys or (isinstance(blocks, list) and any(_is(one, "G") for one in blocks[1:])):
+        return True
+    if not {*keys} & {*_OF_IDS}:
+        return False
+    try:
+        sample: Any = decode(raw)
+    except MissingPackageError:  # of whose tensors the ids are
+        return False
+    known = next((sample[name] for name in _OF_IDS if sample.get(name) is not None), None)
+    return same_nodes(known, ids)
+
+
+def _is(tree: Any, tag: str) -> bool:
+    return isinstance(tree, list) and tree[:1] == [tag]
+
+
+def _int64(ids: Any) -> Any:
+    if isinstance(ids, Mapping):
+        return {name: one.astype(np.int64, copy=False) for name, one in ids.items()}
+    return ids.astype(np.int64, copy=False)
 
 
 def has_recorded_ids(sample: Any) -> bool:

@@ -11,7 +11,14 @@ from typing import Any
 from featstore.errors import SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.tune import profiling as pf
-from featstore.tune.allocation import Choice, LoaderForecast, Profile, Reading, forecast_loader
+from featstore.tune.allocation import (
+    Choice,
+    LoaderForecast,
+    Profile,
+    Reading,
+    allowed_threads,
+    forecast_loader,
+)
 from featstore.tune.timetable import Timetable, counted
 from featstore.tune.tuned import Trial
 
@@ -62,7 +69,8 @@ class Trials:
         if (
             tried and reading != before.reading
         ):  # the profile of reading has been wrong: what is chosen is tried with the other, too
-            fastest = min(tried, key=lambda choice: tried[choice])
+            allowed = [one for one in tried if one.train_threads in allowed_threads(profile)]
+            fastest = min(allowed or tried, key=lambda choice: tried[choice])
             tried |= self._pace(
                 list(dict.fromkeys([replace(fastest, reading=before.reading), before])), seconds
             )

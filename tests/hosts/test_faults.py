@@ -33,6 +33,9 @@ from featstore.hosts.beside import _ends as beside_sockets
 from featstore.hosts.meeting import Rendezvous
 from featstore.hosts.opening import Opening
 from featstore.hosts.places import HostPlace
+from featstore.loaders.host.line import pair
+from featstore.loaders.host.place import Place
+from featstore.loaders.host.service import HostService
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "1"))
 TURN = os.environ["TEST_TURN"]
@@ -212,6 +215,7 @@ def test_who_stands_still_is_known_when_there_is_no_time_left(tmp_path: Path, co
             told(True, "")
         os.kill(other.pid, signal.SIGSTOP)
         told(True, "has been stopped (SIGSTOP)")
+        time.sleep(0.3)  # until it looks again
         told(False, "")
         os.kill(other.pid, signal.SIGCONT)
         told(True, "")
@@ -221,6 +225,44 @@ def test_who_stands_still_is_known_when_there_is_no_time_left(tmp_path: Path, co
         beside_sockets.forked()  # closes those of this process
         other.kill()
         other.join()
+
+
+def test_who_has_ended_before_anybody_looked_is_known_when_there_is_no_time_left(
+    tmp_path: Path, context: Any
+) -> None:
+    """It may have been begun again, until then."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    other = context.Process(target=fault_hosts.be_beside, args=(str(tmp_path / "store"),))
+    other.start()
+    end = time.monotonic() + START_SECONDS
+    while not store.check(["featstore/hosts/process//1"]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    other.kill()
+    other.join()
+    try:
+        beside = Beside(store, 0, [1], 300.0)
+        assert beside.gone() is None
+        assert beside.gone(True) == (1, "has died")
+    finally:
+        beside_sockets.forked()
+
+
+def test_other_hosts_are_told_of_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    """At once, and not when the store is closed."""
+
+    class Gone:
+        def gone(self, now: bool = False) -> tuple[int, str]:
+            return 3, "has died"
+
+    told: list[PeerError] = []
+    place = Place(0, 2, str(tmp_path), HostPlace(1, 2, 0, 2, 1), 3.0, Gone(), told.append)  # type: ignore[arg-type]
+    own, mine = pair()
+    with pytest.raises(PeerError, match=r"host 1 \(rank 3\) has died") as error:
+        HostService(place, 2, {}, 1 << 20, own, lambda *_: None)  # type: ignore[arg-type, return-value]
+    assert told == [error.value]
+    own.close()
+    mine.close()
 
 
 def test_a_host_that_has_all_rows_that_it_wants_is_told_too(folder: Path, context: Any) -> None:

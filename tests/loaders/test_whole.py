@@ -14,6 +14,7 @@ import pytest
 import featstore
 from featstore.errors import ArgumentError, FeatstoreWarning, SourceError, StaleError
 from featstore.sampling.recorded_epochs import RecordedEpochs
+from featstore.trace import told_ids
 
 NODES, EDGES = 600, 4000
 RNG = np.random.default_rng(0)
@@ -339,6 +340,7 @@ def test_what_was_compiled_of_a_trace_has_the_ids_of_its_rows(store: Any, tmp_pa
     ):
         for number, batch in enumerate(loader):
             assert batch.n_id.tolist() == ids[number].tolist() == trace.ids(number)[""].tolist()
+            assert batch.n_id.dtype == np.int64 or kind == "ids"
             np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
             np.testing.assert_array_equal(batch.label, LABELS[batch.n_id])
             if kind in ("nodes", "epochs", "own"):
@@ -346,6 +348,23 @@ def test_what_was_compiled_of_a_trace_has_the_ids_of_its_rows(store: Any, tmp_pa
                 assert batch.edge_index.shape[0] == 2
             if kind in ("mapping", "named"):
                 assert batch.sample["k"] == number
+
+
+@pytest.mark.parametrize("mode", ["compiled", "rolling"])
+def test_loaders_do_not_look_at_their_own_samples_again(
+    store: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were recorded with the ids of their rows, also where rows of edges come with them."""
+
+    def never(trace: Any) -> None:
+        raise AssertionError(trace)
+
+    monkeypatch.setattr(told_ids, "TraceWithIds", never)
+    for more in ({}, {"nodes": lambda sample: sample.node[:9]}):
+        with store.loader(
+            mode=mode, seeds=TRAIN, fanouts=(3,), batch_size=50, graph="features", memory="64MiB", **more
+        ) as loader:
+            assert {batch.n_id.dtype for batch in loader} == {np.dtype(np.int64)}
 
 
 def test_what_nobody_knows_the_sampling_of_is_told(store: Any, tmp_path: Path) -> None:
@@ -369,6 +388,8 @@ def test_another_accelerators_memory_is_not_what_reuse_takes(store: Any) -> None
         with pytest.raises(ArgumentError, match=says):
             store.loader(**options, name=name, device_memory=memory, reuse=True)
     store.loader(**options, name="there", device_memory="8KiB", reuse=True).close()
+    store.loader(**options, name="not-there", device_memory=0, reuse=True).close()
+    store.loader(**options, name="new", device_memory=0, reuse=True).close()
 
 
 def test_a_compiled_trace_that_was_made_anew_is_not_taken_for_the_one_pickled(

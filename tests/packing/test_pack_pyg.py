@@ -203,6 +203,8 @@ def test_two_edges_are_sources_then_targets(tmp_path: Path) -> None:
 
 def test_names_of_nodes_on_edges_are_kept(tmp_path: Path) -> None:
     """And those of edges on nodes, and either of nothing."""
+    from featstore.adapters.pyg import NeighborLoader
+
     data = hetero(CITES)
     count = data[CITES].edge_index.shape[1]
     data[CITES].x = torch.arange(2.0 * count).reshape(count, 2)
@@ -217,3 +219,6 @@ def test_names_of_nodes_on_edges_are_kept(tmp_path: Path) -> None:
                 ("x", data.x),
             ):
                 np.testing.assert_array_equal(store.arrays[name], of.numpy())
+            with NeighborLoader(store, [2], "paper", memory="32MiB") as loader:  # which has no place for them
+                data = next(iter(loader))
+    assert "x" not in data[CITES]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_flag, as_mapping
 from featstore.base.state import position_of, state_of
 from featstore.base.warning import warn
+from featstore.compile.options import size_or_nothing
 from featstore.errors import ArgumentError, ClosedError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
@@ -22,7 +23,7 @@ from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.train import compiled_once
 from featstore.storage.store import OpenStore
-from featstore.units import format_bytes, parse_bytes
+from featstore.units import format_bytes
 
 
 def compiled_mode(
@@ -38,10 +39,11 @@ def compiled_mode(
     epochs = None if recorded_epochs is None else as_count(recorded_epochs, "recorded_epochs")
     if shuffle:
         _check_shuffled(options.get("residency", "min"))
+    was_there = True
     if batches is not None and name is not None:
         epochs = epochs or 1
         said = {"sampled_by": sampled_by, "memory": memory, **options}
-        compiled_once(store, batches, name, epochs=epochs, reuse=reuse, **said)
+        was_there = compiled_once(store, batches, name, epochs=epochs, reuse=reuse, **said)
     compiled = CompiledTrace(store, name)
     try:
         found = len(compiled.epochs()) - 1
@@ -59,8 +61,8 @@ def compiled_mode(
             raise ArgumentError(
                 f"what reuse= finds under the name {name!r} {what}: give another name=, or leave out reuse="
             )
-        if reuse and options.get("device_memory") is not None:
-            _check_device_rows(compiled, parse_bytes(options["device_memory"], "device_memory"), name)
+        if was_there and options.get("device_memory") is not None:
+            _check_device_rows(compiled, size_or_nothing(options["device_memory"], "device_memory"), name)
         return CompiledMode(compiled, seed if shuffle else None, memory=memory, **loader)
     except BaseException:
         compiled.close()
@@ -71,7 +73,7 @@ def _check_device_rows(compiled: CompiledTrace, given_bytes: int, name: str | No
     """Raise ArgumentError where a trace was compiled for another accelerator than has so much memory."""
     tables = [compiled.pack.tables[one.device] for one in compiled.entry.tables.values()]
     found = sum(table.data_bytes for table in tables)
-    if not 0 < found <= given_bytes:
+    if not min(1, given_bytes) <= found <= given_bytes:
         keeps = f"keeps {format_bytes(found)} of rows there" if found else "keeps no rows there"
         raise ArgumentError(
             f"device_memory= is {format_bytes(given_bytes)}, and what reuse= finds under the name {name!r} "

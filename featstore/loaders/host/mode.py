@@ -63,6 +63,7 @@ class HostMode(OneProcess, Mode):
         self._file = -1  # the shared memory, until it is mapped
         self._whole_steps = 0  # of all ranks, of an iteration that failed
         self._ended = b""  # the error that tells why nothing comes any more
+        self._has_met = False
         self._place = place
         self._service: HostService | None = None  # of local rank 0
         self._pulse: Pulse | None = None
@@ -85,6 +86,7 @@ class HostMode(OneProcess, Mode):
                 opened.callback(self._line.close)
                 self._line.say("hello", place.local_rank, rank, alike)
             self._heard("met", seconds=2 * MEET_SECONDS)  # for it to meet the others, and hear who they are
+            self._has_met = True
             if place.timeout_seconds is not None and place.local_rank:
                 self._pulse = Pulse(self._line, place.timeout_seconds)
                 opened.callback(weakref.finalize(self, self._pulse.end))
@@ -125,7 +127,9 @@ class HostMode(OneProcess, Mode):
 
     def _hear(self, seconds: float | None) -> tuple[tuple[Any, ...] | None, list[int]]:
         if self._pulse is None:
-            return self._line.hear() if seconds is None else self._place.hear(self._line, seconds)
+            if seconds is None or self._has_met:
+                return self._line.hear(seconds)
+            return self._place.hear(self._line, seconds)
         try:
             return self._pulse.hear()
         except WaitTimeoutError:

@@ -22,6 +22,7 @@ from featstore.loaders.host.line import LOOK_SECONDS, MEET_SECONDS, Line
 from featstore.loaders.said import told
 
 #: What tells one run of ``torchrun`` from another on the same host.
+_GRACE_SECONDS = 1.0
 _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
 
 
@@ -58,6 +59,8 @@ class Place(NamedTuple):
         stands still for too long; ``now``: at all."""
         gone = None if self.beside is None else self.beside.gone(now)
         if gone is not None and self.host is not None:
+            if self.local_rank:  # else local rank 0, which tells other hosts, may see this one's end first
+                time.sleep(_GRACE_SECONDS)
             raise PeerError(self.host.host, *gone)
 
     def hear(self, line: Line, seconds: float) -> tuple[tuple[Any, ...] | None, list[int]]:

@@ -80,6 +80,7 @@ class HostService:
                 for number, line in enumerate([own, *lines])
             ]
         except BaseException as error:
+            self._give_up(error)
             failed = error_of(error)
             for line in lines:
                 line.say("failed", failed)
@@ -335,8 +336,7 @@ class HostService:
             if self._failed or self._ended:
                 return
             self._failed = self._closing = True
-            if isinstance(error, PeerError) and self._place.give_up is not None:
-                self._place.give_up(error)  # while local rank 0 may not look for long
+            self._give_up(error)
             failed = error_of(error)
             for one in reversed(self._ranks):  # the owner's own at last: it may end the process then
                 if not one.closed:
@@ -344,6 +344,11 @@ class HostService:
         self._changed.set()
         if self._made is not None:
             self._made.close()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell other hosts of a rank that is gone, while local rank 0 may not look for long."""
+        if isinstance(error, PeerError) and self._place.give_up is not None:
+            self._place.give_up(error)
 
     def close(self) -> None:
         """End: ranks have as many mini-batches as any other, and are told. May be called more than once."""

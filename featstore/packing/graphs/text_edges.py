@@ -59,6 +59,7 @@ def past_blanks(text: NDArray[np.uint8], at: int, parted: int) -> np.int64:
                 after += 1
             if after < text.size and text[after] != 10:
                 break
+            at = after - 1
         at += 1
     return np.int64(at)
 

@@ -379,7 +379,8 @@ def _only_candidate(path: Path, headers: dict[str, NpyHeader | SourceError], gro
         key: head.shape if isinstance(head, NpyHeader) else None
         for key, head in headers.items() if key not in members
     }  # fmt: skip
-    shapes |= {key: tuple(read_member(path, f"{prefix}shape").tolist()) for key, prefix in groups.items()}
+    for key, prefix in groups.items():
+        shapes[key] = tuple(read_member(path, f"{prefix}shape").reshape(-1).tolist())
     tables = [key for key, shape in shapes.items() if shape is not None and len(shape) >= 2]
     candidates = tables or [key for key, shape in shapes.items() if shape is not None and len(shape) == 1]
     for head in headers.values():  # which may be the table
