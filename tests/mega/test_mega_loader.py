@@ -583,6 +583,8 @@ def test_options_that_cannot_be(open_: Callable[..., PartitionsLoader]) -> None:
         open_(batch_size=0)
     with pytest.raises(ArgumentError, match="fanouts"):
         open_(fanouts=[0])
+    with pytest.raises(ArgumentError, match="replaced=9: of resident=4 partitions"):
+        open_(resident=4, replaced=9)
     with pytest.raises(SourceError, match="tensors=False"):
         open_(tensors=False, device="cpu")
     with pytest.raises(ArgumentError, match="device='meta' cannot be used here"):

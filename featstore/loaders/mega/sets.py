@@ -25,6 +25,7 @@ from featstore.arguments import as_count
 from featstore.base.environment import MEMORY
 from featstore.base.system import submitted
 from featstore.base.threads import shut_down, thread_pool
+from featstore.errors import ArgumentError
 from featstore.loaders.mega.largest import LargestDrawn
 from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.options import DrawnWith
@@ -77,6 +78,8 @@ class PartitionSets(LoaderBase):
         super().__init__()
         resident = None if resident is None else as_count(resident, "resident")
         replaced = None if replaced is None else as_count(replaced, "replaced")
+        if resident is not None and replaced is not None and replaced > resident:
+            raise ArgumentError(f"replaced={replaced}: of resident={resident} partitions so many at most")
         hubs = None if hubs is None else as_count(hubs, "hubs", 0)
         self.store, self.seed = as_store(store), as_count(seed, "seed", 0)
         self.memory_bytes = as_memory(memory)
