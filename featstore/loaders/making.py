@@ -28,7 +28,7 @@ from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, closed_unless_done
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead, tables_looked_at
-from featstore.loaders.options import SAMPLING, Given
+from featstore.loaders.options import BATCH_SIZE, SAMPLING, Given
 from featstore.loaders.over_hosts import auto_is_online, check_ranks, check_rows, halo_bytes, tell_uneven
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.ranks import Ranks
@@ -45,7 +45,6 @@ from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
 
-_BATCH_SIZE = 1024
 _OF_A_RANK = ("rank", "progress")  # options that ranks that share a loader may have of their own
 _COMPILING = ("device", "name", "disk", "residency", "device_memory")
 
@@ -265,7 +264,7 @@ class Making:
 
     def _seeds_of_a_step(self) -> dict[str, Any]:
         """How seeds are divided among ranks."""
-        size = args.as_count(self.given.get("batch_size", _BATCH_SIZE), "batch_size")
+        size = args.as_count(self.given.get("batch_size", BATCH_SIZE), "batch_size")
         return {"world_size": self.ranks.shares, "batch_size": size, "drop_last": self.drop_last}
 
     @property

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from featstore.tiers import TierSpec
     from featstore.tiers.buffer_tier import Buffer
 
+BATCH_SIZE = 1024  # seeds of a mini-batch, by default
 MODES = ("online", "compiled", "rolling", "partitions")
 
 

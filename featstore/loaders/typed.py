@@ -111,9 +111,9 @@ class TypedWhole(Whole):
             if name in self.of_edges:
                 edge_type = self._edge_type_of[kind]
                 ids = _numbers(batch.sample, edge_type, f"attach: {name!r}")
-                by_name.setdefault(rest, {})[edge_type] = values_of(array, ids, like)
+                by_name.setdefault(rest, {})[edge_type] = values_of(array, ids, like, name, edges=True)
             elif kind in batch.n_id:
-                by_name.setdefault(rest, {})[kind] = values_of(array, batch.n_id[kind], like)
+                by_name.setdefault(rest, {})[kind] = values_of(array, batch.n_id[kind], like, name)
         for name, by_type in by_name.items():
             self._attach(batch, name, by_type)
         return batch
@@ -132,7 +132,7 @@ class TypedWhole(Whole):
                     f"attach: {name!r} has values of the edges {kind!r}, and these mini-batches do not say "
                     "of which type their edges are: leave it out"
                 )
-            put_values(batch, rest, values_of(array, batch.n_id, batch.x))
+            put_values(batch, rest, values_of(array, batch.n_id, batch.x, name))
         return batch
 
     def _attach(self, batch: Batch, name: str, by_type: dict[Any, Any]) -> None:

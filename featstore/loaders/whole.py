@@ -221,12 +221,8 @@ class Whole:
                 batch.n_id = next(ids for name, ids in batch.n_id.items() if name != edges)
         like = next(iter(batch.x.values()), None) if isinstance(batch.x, Mapping) else batch.x
         for name, array in self.arrays.items():
-            ids = (
-                self._nodes_of(batch)
-                if name not in self.of_edges
-                else _edges_of(batch.sample, name, len(array))
-            )
-            put_values(batch, name, values_of(array, ids, like))
+            ids = self._nodes_of(batch) if name not in self.of_edges else _edges_of(batch.sample, name)
+            put_values(batch, name, values_of(array, ids, like, name, edges=name in self.of_edges))
         return batch
 
     def _only_of(self, ids: Mapping[str, Any]) -> str:
@@ -264,33 +260,27 @@ def _no_nodes(ids: Iterable[str]) -> ArgumentError:
     )
 
 
-def _edges_of(sample: Any, name: str, count: int) -> Any:
-    """The numbers of a mini-batch's edges, of which there are ``count``. Raises SourceError."""
+def _edges_of(sample: Any, name: str) -> Any:
+    """The numbers of a mini-batch's edges. Raises SourceError."""
     found = field_of(sample, "e_id")
     if found is None:
         raise SourceError(
             f"attach: {name!r} is found by e_id, the numbers of edges, which these mini-batches do not have: "
             "leave it out"
         )
-    numbers = np.asarray(found.cpu() if hasattr(found, "cpu") else found)
-    wrong = numbers[(numbers < 0) | (numbers >= count)]
-    if len(wrong):
-        raise SourceError(
-            f"attach: {name!r} has values of {count:,} edges, by their numbers, and an e_id of these "
-            f"mini-batches is {int(wrong[0]):,}: leave it out, or such edges"
-        )
-    return numbers
+    return found
 
 
-def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
-    """The values of nodes, as an array or, where their rows ``like`` are one, a tensor beside them. Raises
-    SourceError."""
+def values_of(array: NDArray[Any], ids: Any, like: Any, name: str, *, edges: bool = False) -> Any:
+    """The values of nodes, or of ``edges``, by their numbers, as an array or, where their rows ``like`` are
+    one, a tensor beside them. Raises SourceError for numbers that there are not."""
     numbers = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
-    wrong = numbers[(numbers < 0) | (numbers >= len(array))]
-    if len(wrong):
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(array):
+        wrong = numbers[(numbers < 0) | (numbers >= len(array))]
         raise SourceError(
-            f"attach: an array has {len(array):,} values, and these mini-batches have number "
-            f"{int(wrong[0]):,}: leave it out, or such nodes and edges"
+            f"attach: {name!r} has {len(array):,} values, by numbers of {'edges' if edges else 'nodes'}, and "
+            f"{'an e_id' if edges else 'an n_id'} of these mini-batches is {int(wrong[0]):,}: leave it out, "
+            f"or such {'edges' if edges else 'nodes'}"
         )
     values: Any = array[numbers]
     if like is None or isinstance(like, np.ndarray):

@@ -415,7 +415,7 @@ def test_values_are_not_taken_from_the_end(store: Any) -> None:
     given = {"nodes": lambda one: one.n_id.clamp(min=0), "attach": "label", "memory": "64MiB"}
     with (
         store.loader([data], mode="online", **given) as loader,
-        pytest.raises(SourceError, match="number -1"),
+        pytest.raises(SourceError, match="an n_id of these mini-batches is -1"),
     ):
         list(loader)
 

@@ -19,7 +19,7 @@ from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources, Record, TablePart, none_goes_on
 from featstore.trace.sample_decoder import decode
-from featstore.trace.told_ids import has_recorded_ids
+from featstore.trace.told_ids import RECORDED_IDS, has_recorded_ids
 
 _STAGED_BYTES = 16 << 20  # of rows for a device, in host memory at once
 
@@ -142,7 +142,8 @@ class Assembly:
             for number, (name, _) in enumerate(self._sources.tables)
         }
         told = has_recorded_ids(done.sample)
-        ids, sample = done.sample.values() if told else (ids_of(done.sample), done.sample)
+        ids = done.sample[RECORDED_IDS] if told else ids_of(done.sample)
+        sample = done.sample["sample"] if told else done.sample
         if wants_tensors(self._tensors, sample, self._device):
             from featstore.base.tensors import as_tensor
 

@@ -20,7 +20,7 @@ from featstore.loaders.costs.partitions import OwnSampling, not_told, partitions
 from featstore.loaders.costs.result import LoaderCosts, ModeCost
 from featstore.loaders.costs.seen import Looked, look_at_batches
 from featstore.loaders.costs.world import World
-from featstore.loaders.options import MODES
+from featstore.loaders.options import BATCH_SIZE, MODES
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.shares import MemoryShares, wanted_bytes
 from featstore.loaders.train import forecast_once
@@ -113,7 +113,7 @@ def loader_costs(
         elif seeds is None or fanouts is None:
             raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
         else:
-            size = 1024 if batch_size is None else args.as_count(batch_size, "batch_size")
+            size = BATCH_SIZE if batch_size is None else args.as_count(batch_size, "batch_size")
             own = OwnSampling(seeds, args.as_fanouts(fanouts), size, graph)
             whole.check_sampled(graph_of(store, graph))
             most, least = sampler_needs(store, own.fanouts, graph)

@@ -76,7 +76,7 @@ def look_at_batches(
     begin = time.perf_counter()
     epoch = epoch_of(batches, 0)
     length = known_length(epoch)
-    if None is not length != epoch_batches is not None:
+    if length is not None and epoch_batches not in (None, length):
         raise ArgumentError(
             f"epoch_batches={epoch_batches:,}: an epoch has {length:,} mini-batches; leave it out, it is for "
             "those without a length"

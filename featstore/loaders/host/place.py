@@ -21,8 +21,8 @@ from featstore.hosts.split_store import WholeStore
 from featstore.loaders.host.line import LOOK_SECONDS, MEET_SECONDS, Line
 from featstore.loaders.said import told
 
+_GRACE_SECONDS = 1.0  # in which local rank 0 sees the same
 #: What tells one run of ``torchrun`` from another on the same host.
-_GRACE_SECONDS = 1.0
 _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
 
 

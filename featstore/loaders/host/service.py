@@ -72,7 +72,7 @@ class HostService:
         try:
             with closing(meeting):
                 for line in meeting.lines(place.ranks - 1, place.check_beside):
-                    lines.append(line)
+                    lines.append(line)  # one by one: those that have come are told of what goes wrong
             ranks, lines = introduced(lines, rank, options, place)
             self._slots = Slots(memory_bytes, place.ranks)
             self._ranks = [
